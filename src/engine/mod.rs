@@ -1,0 +1,321 @@
+//! The one struct a front end holds: a model with its tokenizer, template and sampling defaults, opened once.
+//!
+//! Front ends see [`Engine`], [`Session`] and [`Generation`]; tensors stay below.
+#![forbid(unsafe_code)]
+
+mod generate;
+mod session;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Map, Value, json};
+
+pub use generate::{Channel, Event, Finish, Generation, Request, TokenEvent};
+pub use session::{Progress, Session};
+
+use crate::kernels::{Activations, Format, Isa, Kernels};
+use crate::model::config::{Config, MAX_CONFIG_BYTES, eos_ids};
+use crate::model::kv::KvType;
+use crate::model::weights::BindOptions;
+use crate::model::{Compute, Model};
+use crate::pool::Pool;
+use crate::store::Shards;
+use crate::sys;
+use crate::template::{RenderOptions, Template};
+use crate::tokenizer::Tokenizer;
+
+/// Largest tokenizer and side file that is read.
+const MAX_SIDE_FILE_BYTES: u64 = 1 << 30;
+
+/// How an engine is opened.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Compute threads; `None` is one per physical core.
+    pub threads: Option<usize>,
+    /// Instruction set; `None` is the best of this CPU.
+    pub isa: Option<Isa>,
+    /// Activation mode.
+    pub activations: Activations,
+    /// Cache precision.
+    pub kv: KvType,
+    /// Context limit; `None` is the model's.
+    pub ctx: Option<usize>,
+    /// Quantize float weights while loading.
+    pub quantize: Option<Format>,
+    /// Run without the indexer that config promises.
+    pub no_indexer: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { threads: None, isa: None, activations: Activations::Q8, kv: KvType::F16, ctx: None, quantize: None, no_indexer: false }
+    }
+}
+
+/// Sampling defaults of `generation_config.json`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingDefaults {
+    /// 0 when `do_sample` is false.
+    pub temperature: f32,
+    /// Nucleus.
+    pub top_p: f32,
+    /// 0 is off.
+    pub top_k: u32,
+    /// 0 is off.
+    pub min_p: f32,
+    /// 1 is off.
+    pub repeat_penalty: f32,
+}
+
+impl Default for SamplingDefaults {
+    fn default() -> Self {
+        Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repeat_penalty: 1.0 }
+    }
+}
+
+/// An opened model.
+pub struct Engine {
+    /// The network.
+    pub model: Model,
+    /// Text to ids and back.
+    pub tokenizer: Tokenizer,
+    /// Messages to text.
+    pub template: Template,
+    /// Sampling defaults.
+    pub defaults: SamplingDefaults,
+    /// Where the model came from; `None` is the built-in one.
+    pub dir: Option<PathBuf>,
+    stops: Vec<u32>,
+    kv: KvType,
+    ctx: usize,
+}
+
+/// The small files of a model, as bytes.
+struct SideFiles<'a> {
+    config: &'a [u8],
+    tokenizer: &'a [u8],
+    generation: Option<&'a [u8]>,
+    tokenizer_config: Option<&'a [u8]>,
+    template: Option<&'a [u8]>,
+}
+
+/// The demonstration model that is compiled in: its files, made by `tools/make-builtin.sh`.
+mod builtin {
+    pub(super) const CONFIG: &[u8] = include_bytes!("../../models/tiny/config.json");
+    pub(super) const TOKENIZER: &[u8] = include_bytes!("../../models/tiny/tokenizer.json");
+    pub(super) const GENERATION: &[u8] = include_bytes!("../../models/tiny/generation_config.json");
+    pub(super) const TEMPLATE: &[u8] = include_bytes!("../../models/tiny/chat_template.jinja");
+    pub(super) const SHARDS: [(&str, &[u8]); 3] = [
+        ("built-in/out-00000.safetensors", include_bytes!("../../models/tiny/out-00000.safetensors")),
+        ("built-in/out-idx-00000.safetensors", include_bytes!("../../models/tiny/out-idx-00000.safetensors")),
+        ("built-in/out-mtp-00000.safetensors", include_bytes!("../../models/tiny/out-mtp-00000.safetensors")),
+    ];
+}
+
+impl Engine {
+    /// Opens a model directory.
+    ///
+    /// # Errors
+    /// A file is missing, damaged, or does not fit the others; every message names the file.
+    pub fn open(dir: &Path, options: &Options) -> Result<Self> {
+        let config = read_config(dir)?;
+        let tokenizer = read_side(dir, "tokenizer.json")?
+            .with_context(|| format!("{}: not found; a model directory holds config.json, tokenizer.json and *.safetensors", dir.join("tokenizer.json").display()))?;
+        let generation = read_side(dir, "generation_config.json")?;
+        let tokenizer_config = read_side(dir, "tokenizer_config.json")?;
+        let template = read_side(dir, "chat_template.jinja")?;
+        let shards = Shards::open(dir)?;
+        let files = SideFiles {
+            config: &config,
+            tokenizer: &tokenizer,
+            generation: generation.as_deref(),
+            tokenizer_config: tokenizer_config.as_deref(),
+            template: template.as_deref(),
+        };
+        Self::assemble(&files, &shards, Some(dir), options)
+    }
+
+    /// Opens the small demonstration model that is compiled into the program.
+    ///
+    /// # Errors
+    /// Only for options that do not fit it.
+    pub fn builtin(options: &Options) -> Result<Self> {
+        let files = SideFiles {
+            config: builtin::CONFIG,
+            tokenizer: builtin::TOKENIZER,
+            generation: Some(builtin::GENERATION),
+            tokenizer_config: None,
+            template: Some(builtin::TEMPLATE),
+        };
+        Self::assemble(&files, &Shards::from_static(&builtin::SHARDS)?, None, options)
+    }
+
+    fn assemble(files: &SideFiles<'_>, shards: &Shards, dir: Option<&Path>, options: &Options) -> Result<Self> {
+        let path = |name: &str| dir.map_or_else(|| format!("built-in/{name}"), |d| d.join(name).display().to_string());
+        let config_path = path("config.json");
+        let config = Config::parse(files.config, &config_path)?;
+        let tokenizer = Tokenizer::from_bytes(files.tokenizer, &path("tokenizer.json"))?;
+        ensure!(
+            tokenizer.vocab_len() <= config.vocab,
+            "{}: ids up to {}, but the model has only {} rows (`vocab_size` in {config_path}); the tokenizer belongs to another model",
+            path("tokenizer.json"),
+            tokenizer.vocab_len() - 1,
+            config.vocab
+        );
+        let generation = files.generation.map(|b| json_object(b, &path("generation_config.json"))).transpose()?;
+        let defaults = generation.as_ref().map_or_else(|| Ok(SamplingDefaults::default()), |g| sampling_defaults(g, &path("generation_config.json")))?;
+        let template = template(files, &path)?;
+
+        // End-of-turn ids: both configs together, and the tokenizer's end of text.
+        let mut stops = config.eos.clone();
+        stops.extend(generation.as_ref().map(eos_ids).unwrap_or_default());
+        stops.extend(tokenizer.control_id("<|endoftext|>"));
+        stops.sort_unstable();
+        stops.dedup();
+
+        let isa = options.isa.unwrap_or_else(Isa::best);
+        let kernels = Kernels::for_isa(isa).with_context(|| {
+            let have = Isa::available().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            format!("this CPU lacks {isa}, it has {have}")
+        })?;
+        let pool = Pool::new(options.threads.unwrap_or_else(sys::default_threads));
+        let compute = Compute { kernels, pool, activations: options.activations };
+        let bind = BindOptions { quantize: options.quantize, no_indexer: options.no_indexer };
+        let model = Model::load(config, shards, bind, compute, dir)?;
+        let ctx = options.ctx.unwrap_or_else(|| model.max_context());
+        ensure!(
+            ctx <= model.max_context(),
+            "a context of {ctx} was asked for, this model ends at {}{}",
+            model.max_context(),
+            if options.no_indexer { " without its indexer" } else { "" }
+        );
+        Ok(Self { model, tokenizer, template, defaults, dir: dir.map(Path::to_owned), stops, kv: options.kv, ctx })
+    }
+
+    /// A new, empty timeline.
+    pub fn session(&self) -> Session {
+        Session::new(&self.model.config, self.kv)
+    }
+
+    /// Most tokens of one timeline.
+    pub fn context(&self) -> usize {
+        self.ctx
+    }
+
+    /// Ids that end a turn.
+    pub fn stops(&self) -> &[u32] {
+        &self.stops
+    }
+
+    /// Instruction set and thread count, for the statistics line.
+    pub fn describe_compute(&self) -> String {
+        let n = self.model.compute.pool.threads();
+        format!("{}, {n} thread{}", self.model.compute.kernels.isa(), if n == 1 { "" } else { "s" })
+    }
+
+    /// Ids of one user turn rendered through the chat template. Nothing in `user` or `system` becomes a control token.
+    ///
+    /// # Errors
+    /// The template refuses the messages.
+    pub fn encode_turn(&self, system: Option<&str>, user: &str, options: &RenderOptions) -> Result<Vec<u32>> {
+        let escape = |text: &str| self.tokenizer.escape(text, &[]).into_owned();
+        let mut messages = Vec::new();
+        if let Some(system) = system {
+            messages.push(json!({"role": "system", "content": escape(system)}));
+        }
+        messages.push(json!({"role": "user", "content": escape(user)}));
+        let rendered = self.template.render(&Value::Array(messages), None, options)?;
+        self.tokenizer.encode(&rendered)
+    }
+
+    /// Ids of plain text, after `[gMASK]<sop>` when `prefix` asks for it and the model has them.
+    ///
+    /// # Errors
+    /// The text cannot be encoded.
+    pub fn encode_raw(&self, text: &str, prefix: bool) -> Result<Vec<u32>> {
+        let mut ids: Vec<u32> = self.tokenizer.prefix().filter(|_| prefix).into_iter().flatten().collect();
+        ids.extend(self.tokenizer.encode_text(text)?);
+        Ok(ids)
+    }
+}
+
+/// `config.json` of a model directory.
+///
+/// # Errors
+/// Not there, not readable, or absurdly large.
+pub fn read_config(dir: &Path) -> Result<Vec<u8>> {
+    ensure!(dir.is_dir(), "{}: not a directory; expected a model directory with config.json, tokenizer.json and *.safetensors", dir.display());
+    read_bounded(&dir.join("config.json"), MAX_CONFIG_BYTES)?
+        .with_context(|| format!("{}: not found; a model directory holds config.json, tokenizer.json and *.safetensors", dir.join("config.json").display()))
+}
+
+fn read_side(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
+    read_bounded(&dir.join(name), MAX_SIDE_FILE_BYTES)
+}
+
+/// A file's bytes, or `None` if it does not exist.
+fn read_bounded(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
+    let meta = match std::fs::metadata(path) {
+        Ok(meta) => meta,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(e).with_context(|| format!("cannot read {}", path.display())),
+    };
+    ensure!(meta.len() <= limit, "{}: {} bytes, at most {limit} are read", path.display(), meta.len());
+    std::fs::read(path).map(Some).with_context(|| format!("cannot read {}", path.display()))
+}
+
+fn json_object(bytes: &[u8], file: &str) -> Result<Map<String, Value>> {
+    let value: Value = serde_json::from_slice(bytes).with_context(|| format!("{file}: not valid JSON"))?;
+    match value {
+        Value::Object(map) => Ok(map),
+        _ => anyhow::bail!("{file}: not a JSON object"),
+    }
+}
+
+fn sampling_defaults(g: &Map<String, Value>, file: &str) -> Result<SamplingDefaults> {
+    let d = SamplingDefaults::default();
+    let number = |key: &str, default: f32, low: f64, high: f64| -> Result<f32> {
+        match g.get(key).filter(|v| !v.is_null()) {
+            None => Ok(default),
+            Some(v) => {
+                let x = v.as_f64().filter(|x| (low..=high).contains(x));
+                x.map(|x| x as f32).with_context(|| format!("{file}: `{key}` is {v}, expected a number from {low} to {high}"))
+            }
+        }
+    };
+    let greedy = g.get("do_sample").and_then(Value::as_bool) == Some(false);
+    Ok(SamplingDefaults {
+        temperature: if greedy { 0.0 } else { number("temperature", d.temperature, 0.0, 100.0)? },
+        top_p: number("top_p", d.top_p, 1e-6, 1.0)?,
+        top_k: number("top_k", 0.0, 0.0, f64::from(1 << 24))? as u32,
+        min_p: number("min_p", d.min_p, 0.0, 1.0)?,
+        repeat_penalty: number("repetition_penalty", d.repeat_penalty, 1e-3, 1e3)?,
+    })
+}
+
+/// `chat_template.jinja`, else the template inside `tokenizer_config.json`, else the built-in default.
+fn template(files: &SideFiles<'_>, path: &dyn Fn(&str) -> String) -> Result<Template> {
+    if let Some(bytes) = files.template {
+        let file = path("chat_template.jinja");
+        let source = std::str::from_utf8(bytes).with_context(|| format!("{file}: not UTF-8"))?;
+        return Template::from_source(source, &file);
+    }
+    if let Some(bytes) = files.tokenizer_config {
+        let file = path("tokenizer_config.json");
+        let config = json_object(bytes, &file)?;
+        let source = match config.get("chat_template") {
+            Some(Value::String(s)) => Some(s.as_str()),
+            // Several named templates: the one called default.
+            Some(Value::Array(list)) => list
+                .iter()
+                .find(|t| t.get("name").and_then(Value::as_str) == Some("default"))
+                .and_then(|t| t.get("template").and_then(Value::as_str)),
+            _ => None,
+        };
+        if let Some(source) = source {
+            return Template::from_source(source, &file);
+        }
+    }
+    Ok(Template::builtin())
+}

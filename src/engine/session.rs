@@ -1,0 +1,151 @@
+//! One token timeline: its ids, its attention cache and the logits after the last id.
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Result, ensure};
+
+use super::Engine;
+use crate::model::config::Config;
+use crate::model::kv::{KvCache, KvType};
+use crate::model::{Control, Observer, Output, Profile, Row, Workspace};
+
+/// Rows of one forward pass in prefill: an expert is read once per this many tokens.
+const PREFILL_ROWS: usize = 1024;
+/// Rows whose logits are held at a time: GLM-5.2 needs 0.6 MB for each.
+const LOGIT_ROWS: usize = 64;
+
+/// Told about progress in prefill: tokens done, counting the layers of the running pass, and tokens in all.
+pub type Progress<'a> = dyn FnMut(f64, usize) + 'a;
+
+/// A token timeline.
+pub struct Session {
+    tokens: Vec<u32>,
+    kv: KvCache,
+    ws: Workspace,
+    out: Output,
+}
+
+impl Session {
+    pub(super) fn new(config: &Config, kv: KvType) -> Self {
+        Self { tokens: Vec::new(), kv: KvCache::new(config, kv), ws: Workspace::default(), out: Output::default() }
+    }
+
+    /// Ids so far.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Logits after the last id of the last [`Session::prefill`] or [`Session::push`].
+    pub fn logits(&mut self) -> &mut [f32] {
+        &mut self.out.logits
+    }
+
+    /// Time by phase of all passes of this session.
+    pub fn profile(&self) -> &Profile {
+        &self.ws.profile
+    }
+
+    /// Forgets every token from position `n` on.
+    pub fn rewind(&mut self, n: usize) {
+        self.tokens.truncate(n);
+        self.kv.truncate(n);
+        self.out.logits.clear();
+    }
+
+    /// Appends `tokens` and computes the logits after the last of them. On an error the session is as it was.
+    ///
+    /// # Errors
+    /// The context would overflow, an id is out of range, the model computes something that is not finite, or
+    /// [`crate::model::Cancelled`].
+    pub fn prefill(&mut self, engine: &Engine, tokens: &[u32], cancel: Option<&AtomicBool>, progress: Option<&mut Progress<'_>>) -> Result<()> {
+        self.run(engine, tokens, PREFILL_ROWS, |i| i + 1 == tokens.len(), &mut |_, _| Ok(()), cancel, progress)
+    }
+
+    /// Appends one token and computes the logits after it.
+    ///
+    /// # Errors
+    /// As in [`Session::prefill`].
+    pub fn push(&mut self, engine: &Engine, token: u32, cancel: Option<&AtomicBool>) -> Result<()> {
+        self.prefill(engine, &[token], cancel, None)
+    }
+
+    /// Appends `tokens` and hands `each` the logits after every token from index `first` of `tokens` on, in order.
+    ///
+    /// # Errors
+    /// As in [`Session::prefill`], or the error of `each`.
+    pub fn score(
+        &mut self,
+        engine: &Engine,
+        tokens: &[u32],
+        first: usize,
+        mut each: impl FnMut(usize, &[f32]) -> Result<()>,
+        cancel: Option<&AtomicBool>,
+    ) -> Result<()> {
+        let (head, tail) = tokens.split_at(first.min(tokens.len()));
+        let start = self.tokens.len();
+        self.run(engine, head, PREFILL_ROWS, |_| false, &mut |_, _| Ok(()), cancel, None)?;
+        let result = self.run(engine, tail, LOGIT_ROWS, |_| true, &mut |i, l| each(first + i, l), cancel, None);
+        if result.is_err() {
+            self.rewind(start);
+        }
+        result
+    }
+
+    fn run(
+        &mut self,
+        engine: &Engine,
+        tokens: &[u32],
+        rows_at_once: usize,
+        want: impl Fn(usize) -> bool,
+        each: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
+        cancel: Option<&AtomicBool>,
+        mut progress: Option<&mut Progress<'_>>,
+    ) -> Result<()> {
+        let start = self.tokens.len();
+        let total = start + tokens.len();
+        ensure!(
+            total <= engine.context(),
+            "{total} tokens exceed the context of {}; shorten the text or raise --ctx (the model allows {})",
+            engine.context(),
+            engine.model.max_context()
+        );
+        let vocab = engine.model.config.vocab;
+        for (c, chunk) in tokens.chunks(rows_at_once).enumerate() {
+            let first = c * rows_at_once;
+            let row = |(i, &token): (usize, &u32)| Row { seq: 0, pos: start + first + i, token, logits: want(first + i) };
+            let rows: Vec<Row> = chunk.iter().enumerate().map(row).collect();
+            let mut watch = Watch { progress: progress.as_deref_mut(), done: first, rows: rows.len(), total: tokens.len() };
+            let mut control = Control { cancel, observer: Some(&mut watch) };
+            let result = engine
+                .model
+                .forward(&rows, &mut [&mut self.kv], &mut self.ws, &mut control, &mut self.out)
+                .and_then(|()| {
+                    let wanted = rows.iter().enumerate().filter(|(_, r)| r.logits);
+                    wanted.zip(self.out.logits.chunks(vocab)).try_for_each(|((i, _), l)| each(first + i, l))
+                });
+            if let Err(e) = result {
+                self.rewind(start);
+                return Err(e);
+            }
+            self.tokens.extend_from_slice(chunk);
+        }
+        Ok(())
+    }
+}
+
+/// Turns layers done into tokens done.
+struct Watch<'a, 'b> {
+    progress: Option<&'a mut Progress<'b>>,
+    done: usize,
+    rows: usize,
+    total: usize,
+}
+
+impl Observer for Watch<'_, '_> {
+    fn progress(&mut self, layers_done: usize, layers: usize) {
+        if let Some(progress) = &mut self.progress {
+            progress(self.done as f64 + self.rows as f64 * layers_done as f64 / layers as f64, self.total);
+        }
+    }
+}

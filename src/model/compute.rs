@@ -1,0 +1,63 @@
+//! What the layers compute with: kernels, threads, activation mode, and products split over threads.
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::kernels::{Activations, Acts, Input, Kernels};
+use crate::pool::Pool;
+use crate::store::Mat;
+
+/// Multiply-adds below which a product is not worth another task.
+const TASK_WORK: usize = 1 << 15;
+
+/// Kernels, threads and activation mode of one engine.
+pub struct Compute {
+    /// Instruction set.
+    pub kernels: &'static Kernels,
+    /// Threads.
+    pub pool: Pool,
+    /// How products with integer-coded matrices read their input.
+    pub activations: Activations,
+}
+
+impl Compute {
+    /// `out[i][o] = w[o] · x[i]` for `rows` rows.
+    pub fn matmul(&self, w: &Mat, x: Input<'_>, rows: usize, out: &mut [f32]) {
+        let view = w.view();
+        let chunk = self.chunk(w.rows(), w.cols() * rows, 1);
+        self.pool.par_tiles(out, w.rows(), &[0, rows], chunk, |_, mut tile| {
+            self.kernels.matmul(&view, tile.cols.start, &x, &mut tile);
+        });
+    }
+
+    /// Columns per task when each column costs `work` multiply-adds and `bands` bands of rows are split alike.
+    pub fn chunk(&self, cols: usize, work: usize, bands: usize) -> usize {
+        let by_work = (TASK_WORK / work.max(1)).max(1);
+        // A few tasks per thread even out a core that is slower for a while.
+        let tasks = (4 * self.pool.threads()).div_ceil(bands.max(1));
+        by_work.max(cols.div_ceil(tasks)).min(cols.max(1))
+    }
+
+    /// RMS norm of the rows of `x` into `y`, ready for products. False when a value is not finite.
+    #[must_use]
+    pub fn norm(&self, x: &[f32], w: &[f32], eps: f32, y: &mut Acts) -> bool {
+        let d = w.len();
+        let rows = x.len() / d;
+        let finite = AtomicBool::new(true);
+        let bounds: Vec<usize> = self.bands(rows, d);
+        self.pool.par_tiles(y.fill(rows, d), d, &bounds, d, |_, mut tile| {
+            for (i, r) in tile.rows.clone().enumerate() {
+                if !self.kernels.rms_norm(&x[r * d..(r + 1) * d], w, eps, tile.row(i)) {
+                    finite.store(false, Ordering::Relaxed);
+                }
+            }
+        });
+        finite.into_inner() && y.prepare(self.kernels, self.activations)
+    }
+
+    /// Bounds that cut `rows` rows of `width` values into bands worth a task each.
+    pub fn bands(&self, rows: usize, width: usize) -> Vec<usize> {
+        let step = (TASK_WORK / width.max(1)).max(1);
+        (0..rows).step_by(step).chain([rows]).collect()
+    }
+}

@@ -1,0 +1,286 @@
+//! The model: one forward pass over rows, whatever sequences they belong to.
+//!
+//! A row is a token at a position of a sequence. Prefill is many rows of one sequence, decode one row of each, a draft
+//! check a few: there is no second path. A pass goes through layer 0 with all rows, then layer 1, and so on; inside a
+//! layer attention takes the rows in blocks to bound memory.
+
+#![forbid(unsafe_code)]
+
+mod compute;
+pub mod config;
+mod dsa;
+pub mod kv;
+mod mla;
+mod moe;
+mod profile;
+mod rope;
+pub mod weights;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Result, ensure};
+
+pub use compute::Compute;
+use config::Config;
+use kv::KvCache;
+pub use moe::Route;
+pub use profile::{Phase, Profile};
+use rope::Rope;
+use weights::{BindOptions, Layer, Weights};
+
+use crate::experts::Experts;
+use crate::kernels::{Acts, KeySet};
+use crate::store::Shards;
+
+/// Rows that attention handles together.
+const BLOCK: usize = 64;
+
+/// One token at one position of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// Index of the sequence's cache in the list that the pass is given.
+    pub seq: usize,
+    /// Position, from 0.
+    pub pos: usize,
+    /// Token id.
+    pub token: u32,
+    /// Whether logits of this row are wanted.
+    pub logits: bool,
+}
+
+/// Sees what a forward pass decides: for tests, traces and progress. Every method does nothing by default.
+pub trait Observer {
+    /// The residual stream of one row after a layer.
+    fn hidden(&mut self, _layer: usize, _row: Row, _x: &[f32]) {}
+    /// The experts that a row goes to, by descending choice.
+    fn routed(&mut self, _layer: usize, _row: Row, _route: &Route) {}
+    /// The keys that a row attends to.
+    fn selected(&mut self, _layer: usize, _row: Row, _keys: KeySet<'_>) {}
+    /// Layers done of this pass.
+    fn progress(&mut self, _layers_done: usize, _layers: usize) {}
+}
+
+/// What a forward pass returns.
+#[derive(Default)]
+pub struct Output {
+    /// (rows that asked, vocab), in row order
+    pub logits: Vec<f32>,
+    /// (rows, d_model): hidden states after the final norm, input of the MTP layer
+    pub hidden: Vec<f32>,
+}
+
+/// A pass was stopped by its cancel flag. The caches must be truncated to where they were.
+#[derive(Debug)]
+pub struct Cancelled;
+
+impl std::fmt::Display for Cancelled {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("cancelled")
+    }
+}
+
+impl std::error::Error for Cancelled {}
+
+/// How a pass is watched and stopped.
+#[derive(Default)]
+pub struct Control<'a> {
+    /// Checked between blocks; set to stop the pass.
+    pub cancel: Option<&'a AtomicBool>,
+    /// Told what the pass decides.
+    pub observer: Option<&'a mut dyn Observer>,
+}
+
+/// A loaded model and what it computes with.
+pub struct Model {
+    /// Shapes and constants.
+    pub config: Config,
+    /// Kernels, threads, activation mode.
+    pub compute: Compute,
+    weights: Weights,
+    experts: Experts,
+    rope: Rope,
+    max_context: usize,
+}
+
+/// Buffers of a forward pass; they grow to the largest pass and stay.
+#[derive(Default)]
+pub struct Workspace {
+    x: Vec<f32>,
+    selections: Vec<dsa::Selection>,
+    attention: mla::Scratch,
+    feed_forward: moe::Scratch,
+    head: Acts,
+    /// Time by phase, over all passes.
+    pub profile: Profile,
+}
+
+/// Some rows of a pass and what they touch.
+struct Block<'a, 'c> {
+    rows: &'a [Row],
+    caches: &'a mut [&'c mut KvCache],
+    observer: Option<&'a mut dyn Observer>,
+    profile: &'a mut Profile,
+}
+
+impl Model {
+    /// Binds the weights of `shards`. `dir` only serves messages about missing files.
+    ///
+    /// # Errors
+    /// Files and config do not agree, or a resident value is not finite.
+    pub fn load(config: Config, shards: &Shards, options: BindOptions, compute: Compute, dir: Option<&Path>) -> Result<Self> {
+        let (weights, experts) = weights::bind(&config, shards, options, dir)?;
+        let rope = Rope::new(config.rope_theta, config.d_rope);
+        let limit = config.indexer.as_ref().filter(|_| options.no_indexer).map(|x| x.top_k);
+        let max_context = limit.unwrap_or(usize::MAX).min(config.max_positions);
+        Ok(Self { config, compute, weights, experts, rope, max_context })
+    }
+
+    /// Longest context: the config's, or the indexer's `top_k` when it was left out.
+    pub fn max_context(&self) -> usize {
+        self.max_context
+    }
+
+    /// Whether the MTP layer is loaded.
+    pub fn has_mtp(&self) -> bool {
+        self.weights.mtp.is_some()
+    }
+
+    /// Runs `rows` through the model; each must be the next position of its sequence's cache. Logits are computed for
+    /// the rows that ask, hidden states for all.
+    ///
+    /// # Errors
+    /// A token or position out of range, a value that is not finite (named by layer), a damaged expert, or [`Cancelled`].
+    /// After an error the caches hold a part of the rows: truncate them.
+    pub fn forward(&self, rows: &[Row], caches: &mut [&mut KvCache], ws: &mut Workspace, control: &mut Control<'_>, out: &mut Output) -> Result<()> {
+        self.check_rows(rows, caches, 0)?;
+        let d = self.config.d_model;
+        let mut x = std::mem::take(&mut ws.x);
+        x.resize(rows.len() * d, 0.0);
+        self.embed(rows, &mut x);
+        let result = self.layers(rows, caches, ws, control, &mut x).and_then(|()| {
+            let started = ws.profile.start();
+            self.finish(rows, &x, &self.weights.norm, ws, out)?;
+            ws.profile.stop(Phase::Head, started);
+            Ok(())
+        });
+        ws.x = x;
+        ws.profile.passes += 1;
+        ws.profile.rows += rows.len();
+        result
+    }
+
+    /// Runs the MTP layer: row p takes token p+1 (in `rows[..].token`) and the main model's final hidden state of
+    /// position p, and predicts token p+2. `hidden` is (rows, d_model). The output's hidden states are those after the
+    /// MTP norm.
+    ///
+    /// # Errors
+    /// As in [`Model::forward`], or the model has no MTP layer.
+    pub fn forward_mtp(&self, rows: &[Row], hidden: &[f32], caches: &mut [&mut KvCache], ws: &mut Workspace, control: &mut Control<'_>, out: &mut Output) -> Result<()> {
+        let (c, n) = (&self.config, self.config.n_layers);
+        let Some(mtp) = &self.weights.mtp else { anyhow::bail!("this model has no MTP layer") };
+        ensure!(hidden.len() == rows.len() * c.d_model, "one hidden state per row");
+        self.check_rows(rows, caches, n)?;
+        let mut embedded = vec![0.0; rows.len() * c.d_model];
+        self.embed(rows, &mut embedded);
+        let mut z = Acts::default();
+        let mut finite = true;
+        for (r, pair) in z.fill(rows.len(), 2 * c.d_model).chunks_mut(2 * c.d_model).enumerate() {
+            let of_row = r * c.d_model..(r + 1) * c.d_model;
+            let (e, h) = pair.split_at_mut(c.d_model);
+            finite &= self.compute.kernels.rms_norm(&embedded[of_row.clone()], &mtp.e_norm, c.rms_eps, e);
+            finite &= self.compute.kernels.rms_norm(&hidden[of_row], &mtp.h_norm, c.rms_eps, h);
+        }
+        ensure!(finite && z.prepare(self.compute.kernels, self.compute.activations), "layer {n}: the MTP input is not finite");
+        let mut x = embedded;
+        self.compute.matmul(&mtp.eh, z.input(0), rows.len(), &mut x);
+        ws.selections.clear();
+        ws.selections.resize(rows.len(), None);
+        self.layer(n, &mtp.layer, rows, caches, ws, control, &mut x)?;
+        self.finish(rows, &x, &mtp.norm, ws, out)
+    }
+
+    fn check_rows(&self, rows: &[Row], caches: &[&mut KvCache], layer: usize) -> Result<()> {
+        let mut next: Vec<usize> = caches.iter().map(|c| c.layer_len(layer)).collect();
+        for row in rows {
+            ensure!((row.token as usize) < self.config.vocab, "token id {} is out of range, the vocabulary has {} ids", row.token, self.config.vocab);
+            ensure!(row.pos < self.max_context, "position {} is beyond the context of {}", row.pos, self.max_context);
+            let Some(next) = next.get_mut(row.seq) else { anyhow::bail!("row of sequence {} of {}", row.seq, caches.len()) };
+            ensure!(row.pos == *next, "row at position {} of a sequence whose next position is {next}", row.pos);
+            *next += 1;
+        }
+        Ok(())
+    }
+
+    fn embed(&self, rows: &[Row], x: &mut [f32]) {
+        let embed = self.weights.embed.view();
+        for (row, x) in rows.iter().zip(x.chunks_mut(self.config.d_model)) {
+            self.compute.kernels.dequant_row(&embed, row.token as usize, x);
+        }
+    }
+
+    fn layers(&self, rows: &[Row], caches: &mut [&mut KvCache], ws: &mut Workspace, control: &mut Control<'_>, x: &mut [f32]) -> Result<()> {
+        ws.selections.clear();
+        ws.selections.resize(rows.len(), None);
+        for (i, layer) in self.weights.layers.iter().enumerate() {
+            self.layer(i, layer, rows, caches, ws, control, x)?;
+            if let Some(observer) = &mut control.observer {
+                observer.progress(i + 1, self.weights.layers.len());
+            }
+        }
+        Ok(())
+    }
+
+    /// One decoder layer over all rows.
+    fn layer(&self, i: usize, layer: &Layer, rows: &[Row], caches: &mut [&mut KvCache], ws: &mut Workspace, control: &mut Control<'_>, x: &mut [f32]) -> Result<()> {
+        let d = self.config.d_model;
+        let parts = rows.chunks(BLOCK).zip(x.chunks_mut(BLOCK * d)).zip(ws.selections.chunks_mut(BLOCK));
+        for ((rows, x), selections) in parts {
+            check_cancel(control)?;
+            let started = ws.profile.start();
+            let indexer_before = ws.profile.total(Phase::Indexer);
+            let mut block = Block { rows, caches, observer: reborrow(&mut control.observer), profile: &mut ws.profile };
+            mla::attention(self, i, layer, &mut block, x, selections, &mut ws.attention)?;
+            let indexer = ws.profile.total(Phase::Indexer) - indexer_before;
+            ws.profile.stop_less(Phase::Attention, started, indexer);
+        }
+        check_cancel(control)?;
+        let mut block = Block { rows, caches, observer: reborrow(&mut control.observer), profile: &mut ws.profile };
+        moe::feed_forward(self, i, layer, &mut block, x, &mut ws.feed_forward)?;
+        if let Some(observer) = &mut control.observer {
+            for (row, x) in rows.iter().zip(x.chunks(d)) {
+                observer.hidden(i, *row, x);
+            }
+        }
+        Ok(())
+    }
+
+    /// Final norm of all rows, logits of those that ask.
+    fn finish(&self, rows: &[Row], x: &[f32], norm: &[f32], ws: &mut Workspace, out: &mut Output) -> Result<()> {
+        let c = &self.config;
+        let finite = self.compute.norm(x, norm, c.rms_eps, &mut ws.head);
+        ensure!(finite, "the hidden state after the last layer is not finite");
+        out.hidden.clear();
+        out.hidden.extend_from_slice(ws.head.rows());
+        let wanted: Vec<u32> = rows.iter().enumerate().filter(|(_, r)| r.logits).map(|(i, _)| i as u32).collect();
+        out.logits.resize(wanted.len() * c.vocab, 0.0);
+        if !wanted.is_empty() {
+            self.compute.matmul(&self.weights.head, ws.head.picked(&wanted), wanted.len(), &mut out.logits);
+        }
+        Ok(())
+    }
+}
+
+fn reborrow<'a>(observer: &'a mut Option<&mut dyn Observer>) -> Option<&'a mut dyn Observer> {
+    match observer {
+        Some(o) => Some(&mut **o),
+        None => None,
+    }
+}
+
+fn check_cancel(control: &Control<'_>) -> Result<()> {
+    if control.cancel.is_some_and(|c| c.load(Ordering::Relaxed)) {
+        return Err(Cancelled.into());
+    }
+    Ok(())
+}

@@ -1,0 +1,294 @@
+//! The compute pool: fork-join over a fixed number of tasks, and the disjoint output tiles that tasks write.
+//!
+//! Workers spin for some tens of microseconds after a section, then park, so an idle engine costs nothing. Tasks are
+//! taken from a shared counter; which thread runs a task never changes a result, because a task owns its outputs and
+//! no sum is split between tasks. This is the only place that spawns compute threads.
+
+use std::any::Any;
+use std::cell::UnsafeCell;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+
+/// Iterations of the spin loop before a worker parks: about 30 µs.
+const SPINS: u32 = 8_000;
+
+/// A job as the workers see it: a task body and the number of tasks.
+type Job = *const (dyn Fn(usize) + Sync);
+
+struct Shared {
+    /// Bumped once per section; a worker runs each generation once.
+    generation: AtomicUsize,
+    /// Next task to take.
+    next: AtomicUsize,
+    /// Workers that have not yet finished the current generation.
+    running: AtomicUsize,
+    stop: AtomicBool,
+    job: UnsafeCell<Option<(Job, usize)>>,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+// SAFETY: `job` is written only by `Pool::par` while `running == 0` (no worker reads it then) and is published by the
+// release store to `generation`; the closure behind the pointer is `Sync`.
+unsafe impl Sync for Shared {}
+// SAFETY: as above; the raw pointer is only dereferenced while `Pool::par` keeps the closure alive.
+unsafe impl Send for Shared {}
+
+/// A fixed set of worker threads. The calling thread takes part in every section.
+pub struct Pool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    /// One section at a time: a second caller waits.
+    section: Mutex<()>,
+}
+
+impl Pool {
+    /// A pool of `threads` compute threads, the caller included (so `threads - 1` are spawned).
+    pub fn new(threads: usize) -> Self {
+        let shared = Arc::new(Shared {
+            generation: AtomicUsize::new(0),
+            next: AtomicUsize::new(0),
+            running: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            job: UnsafeCell::new(None),
+            panic: Mutex::new(None),
+        });
+        // A system that refuses a thread leaves a smaller pool; results do not change.
+        let workers = (1..threads.max(1))
+            .map_while(|i| {
+                let shared = Arc::clone(&shared);
+                let name = format!("glm-compute-{i}");
+                std::thread::Builder::new().name(name).spawn(move || worker(&shared)).ok()
+            })
+            .collect();
+        Self { shared, workers, section: Mutex::new(()) }
+    }
+
+    /// Number of threads that take part in a section.
+    pub fn threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Runs `body(0) … body(tasks - 1)`, each exactly once, and returns when all are done. A panic in a task is
+    /// raised again here after the others finished. Must not be called from inside a task.
+    pub fn par(&self, tasks: usize, body: impl Fn(usize) + Sync) {
+        if tasks <= 1 || self.workers.is_empty() {
+            (0..tasks).for_each(body);
+            return;
+        }
+        let _section = self.section.lock().unwrap_or_else(PoisonError::into_inner);
+        let s = &*self.shared;
+        let body: &(dyn Fn(usize) + Sync) = &body;
+        // SAFETY: only the lifetime is erased. The closure outlives every use: this function does not return or unwind
+        // before `running` is back to 0, and workers touch the pointer only while they count in `running`.
+        let job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(body) };
+        // SAFETY: `running` is 0 here (the last section ended), so no worker reads `job`.
+        unsafe { *s.job.get() = Some((std::ptr::from_ref(job), tasks)) };
+        s.next.store(0, Ordering::Relaxed);
+        s.running.store(self.workers.len(), Ordering::Relaxed);
+        s.generation.fetch_add(1, Ordering::Release);
+        for w in &self.workers {
+            w.thread().unpark();
+        }
+        s.take_tasks(body, tasks);
+        let mut spins = 0u32;
+        while s.running.load(Ordering::Acquire) != 0 {
+            spins += 1;
+            if spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
+        }
+        let panic = s.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(payload) = panic {
+            resume_unwind(payload);
+        }
+    }
+
+    /// `[f(0), …, f(n - 1)]`, computed in parallel.
+    pub fn par_map<T: Send + Sync>(&self, n: usize, f: impl Fn(usize) -> T + Sync) -> Vec<T> {
+        let slots: Vec<OnceLock<T>> = (0..n).map(|_| OnceLock::new()).collect();
+        self.par(n, |i| {
+            // Each task sets its own slot once, so it was empty.
+            let _ = slots[i].set(f(i));
+        });
+        slots.into_iter().filter_map(OnceLock::into_inner).collect()
+    }
+
+    /// Splits the row-major matrix `y` (`stride` columns) into tiles and runs `body(band, tile)` on each in parallel.
+    ///
+    /// Bands are the row ranges between consecutive `bounds` (ascending, the last at most the number of rows); each
+    /// band is cut into column chunks of `chunk`. Empty bands are skipped.
+    pub fn par_tiles(&self, y: &mut [f32], stride: usize, bounds: &[usize], chunk: usize, body: impl Fn(usize, TileMut) + Sync) {
+        assert!(stride > 0 && chunk > 0, "a tile has at least one column");
+        assert!(bounds.is_sorted() && bounds.last().is_none_or(|&b| b * stride <= y.len()), "bands lie inside y");
+        let chunks = stride.div_ceil(chunk);
+        let bands = bounds.len().saturating_sub(1);
+        let base = SendPtr(y.as_mut_ptr());
+        self.par(bands * chunks, |task| {
+            let base = &base;
+            let (band, c) = (task / chunks, task % chunks);
+            let rows = bounds[band]..bounds[band + 1];
+            if rows.is_empty() {
+                return;
+            }
+            let cols = c * chunk..((c + 1) * chunk).min(stride);
+            // Tasks differ in band or in column chunk, so their tiles are disjoint, and all lie inside `y` (asserted
+            // above), which stays borrowed until `par` returns.
+            body(band, TileMut { base: base.0, stride, rows, cols, _y: PhantomData });
+        });
+    }
+}
+
+struct SendPtr(*mut f32);
+// SAFETY: only used to derive disjoint tiles, one per task (see `par_tiles`).
+unsafe impl Sync for SendPtr {}
+
+/// A rectangle of a row-major f32 matrix that one task owns.
+pub struct TileMut<'a> {
+    base: *mut f32,
+    stride: usize,
+    /// Rows of the matrix that the tile covers.
+    pub rows: Range<usize>,
+    /// Columns of the matrix that the tile covers.
+    pub cols: Range<usize>,
+    _y: PhantomData<&'a mut [f32]>,
+}
+
+impl<'a> TileMut<'a> {
+    /// The whole of `y` as one tile of `stride` columns.
+    pub fn whole(y: &'a mut [f32], stride: usize) -> Self {
+        let rows = y.len() / stride.max(1);
+        Self { base: y.as_mut_ptr(), stride, rows: 0..rows, cols: 0..stride, _y: PhantomData }
+    }
+
+    /// The tile's part of its `i`-th row: `cols.len()` values.
+    ///
+    /// # Panics
+    /// When `i` is not below `rows.len()`.
+    #[inline]
+    pub fn row(&mut self, i: usize) -> &mut [f32] {
+        assert!(i < self.rows.len(), "row {i} of a tile of {}", self.rows.len());
+        // SAFETY: the row lies inside the matrix (checked by the constructors), no other tile covers these columns of
+        // this row, and `&mut self` makes the borrow unique within the tile.
+        unsafe {
+            let p = self.base.add((self.rows.start + i) * self.stride + self.cols.start);
+            std::slice::from_raw_parts_mut(p, self.cols.len())
+        }
+    }
+}
+
+impl Shared {
+    fn take_tasks(&self, body: &(dyn Fn(usize) + Sync), tasks: usize) {
+        loop {
+            let task = self.next.fetch_add(1, Ordering::Relaxed);
+            if task >= tasks {
+                return;
+            }
+            if let Err(payload) = catch_unwind(AssertUnwindSafe(|| body(task))) {
+                self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
+            }
+        }
+    }
+}
+
+fn worker(s: &Shared) {
+    let mut seen = 0;
+    loop {
+        let mut spins = 0;
+        while s.generation.load(Ordering::Acquire) == seen {
+            spins += 1;
+            if spins < SPINS {
+                std::hint::spin_loop();
+            } else {
+                std::thread::park();
+                spins = 0;
+            }
+        }
+        if s.stop.load(Ordering::Relaxed) {
+            return;
+        }
+        seen = seen.wrapping_add(1);
+        // SAFETY: `par` wrote the job before the release store of this generation and keeps it until `running` is 0.
+        let job = unsafe { *s.job.get() };
+        if let Some((body, tasks)) = job {
+            // SAFETY: the closure is alive: `par` waits for this worker's decrement below.
+            s.take_tasks(unsafe { &*body }, tasks);
+        }
+        s.running.fetch_sub(1, Ordering::Release);
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.generation.fetch_add(1, Ordering::Release);
+        for w in self.workers.drain(..) {
+            w.thread().unpark();
+            // A worker never panics outside a task, and task panics were already raised.
+            let _ = w.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once_for_any_thread_count() {
+        for threads in [1, 2, 3, 7] {
+            let pool = Pool::new(threads);
+            for tasks in [0usize, 1, 2, 5, 100] {
+                let hits: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
+                pool.par(tasks, |i| {
+                    hits[i].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1), "{threads} threads, {tasks} tasks");
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_cover_the_bands_exactly() {
+        let pool = Pool::new(3);
+        let mut y = vec![0.0; 7 * 10];
+        pool.par_tiles(&mut y, 10, &[0, 2, 2, 6], 4, |band, mut t| {
+            for i in 0..t.rows.len() {
+                t.row(i).iter_mut().for_each(|v| *v += band as f32 + 1.0);
+            }
+        });
+        let want: Vec<f32> = (0..7).flat_map(|r| vec![[1., 1., 3., 3., 3., 3., 0.][r]; 10]).collect();
+        assert_eq!(y, want);
+    }
+
+    #[test]
+    fn a_panic_in_a_task_is_raised_and_the_pool_stays_usable() {
+        let pool = Pool::new(2);
+        let r = catch_unwind(AssertUnwindSafe(|| pool.par(8, |i| assert!(i != 3, "task three"))));
+        assert!(r.is_err());
+        let n = AtomicUsize::new(0);
+        pool.par(8, |_| {
+            n.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(n.load(Ordering::Relaxed), 8);
+    }
+
+    #[test]
+    fn two_callers_share_one_pool() {
+        let pool = Pool::new(2);
+        let n = AtomicUsize::new(0);
+        std::thread::scope(|s| {
+            for _ in 0..4 {
+                s.spawn(|| {
+                    for _ in 0..200 {
+                        pool.par(4, |_| {
+                            n.fetch_add(1, Ordering::Relaxed);
+                        });
+                    }
+                });
+            }
+        });
+        assert_eq!(n.load(Ordering::Relaxed), 4 * 200 * 4);
+    }
+}

@@ -1,0 +1,330 @@
+//! Model files: which tensors exist, where their bytes are, and borrowed access to them.
+//!
+//! A [`Shards`] holds every `*.safetensors` of a directory, memory-mapped, with all headers checked: ranges inside the
+//! file, no overlaps, no duplicate names, sizes that agree with dtype and shape. It knows nothing of what a tensor is
+//! for. Maps are private and read-only; truncating a file under a running process is outside the contract (the system
+//! answers a read of a vanished page with SIGBUS).
+
+mod header;
+pub mod quant;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail, ensure};
+use memmap2::Mmap;
+pub use safetensors::Dtype;
+
+pub use header::dtype_bytes;
+
+use crate::kernels::{Format, MatView};
+
+/// Most files in one model directory.
+const MAX_FILES: usize = 4096;
+
+/// Bytes of one model file.
+enum Data {
+    Mapped(Mmap),
+    Static(&'static [u8]),
+    Owned(Vec<u8>),
+}
+
+/// One model file and its bytes.
+pub struct ShardFile {
+    /// Where it came from, for messages.
+    pub path: PathBuf,
+    data: Data,
+}
+
+impl ShardFile {
+    /// The whole file.
+    pub fn bytes(&self) -> &[u8] {
+        match &self.data {
+            Data::Mapped(m) => m,
+            Data::Static(b) => b,
+            Data::Owned(b) => b,
+        }
+    }
+}
+
+/// Where one tensor lies.
+#[derive(Clone, Debug)]
+pub struct TensorRef {
+    /// Index into [`Shards::files`].
+    pub file: usize,
+    /// First byte in the file.
+    pub start: usize,
+    /// One past the last byte in the file.
+    pub end: usize,
+    /// Stored number type.
+    pub dtype: Dtype,
+    /// Stored shape.
+    pub shape: Vec<usize>,
+}
+
+impl TensorRef {
+    /// Stored bytes.
+    pub fn len(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Whether the tensor has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A counted reference to a range of a model file, or to memory of its own.
+#[derive(Clone)]
+pub struct Bytes {
+    file: Arc<ShardFile>,
+    start: usize,
+    end: usize,
+}
+
+impl Bytes {
+    /// Memory that belongs to no file; `label` names it in messages.
+    pub fn owned(data: Vec<u8>, label: &str) -> Self {
+        let end = data.len();
+        let file = ShardFile { path: PathBuf::from(label), data: Data::Owned(data) };
+        Self { file: Arc::new(file), start: 0, end }
+    }
+
+    /// The bytes.
+    #[inline]
+    pub fn as_slice(&self) -> &[u8] {
+        &self.file.bytes()[self.start..self.end]
+    }
+
+    /// The file they lie in.
+    pub fn path(&self) -> &Path {
+        &self.file.path
+    }
+}
+
+/// The f32 scales of a matrix: in place when the file aligns them, else copied.
+#[derive(Clone)]
+pub enum Scales {
+    /// Aligned in the file.
+    InPlace(Bytes),
+    /// Copied or computed.
+    Copied(Arc<[f32]>),
+}
+
+impl Scales {
+    /// Scales from little-endian f32 bytes.
+    pub fn new(bytes: Bytes) -> Self {
+        if cast_f32(bytes.as_slice()).is_some() {
+            return Self::InPlace(bytes);
+        }
+        let (words, _) = bytes.as_slice().as_chunks::<4>();
+        Self::Copied(words.iter().map(|b| f32::from_le_bytes(*b)).collect())
+    }
+
+    /// The values.
+    #[inline]
+    pub fn as_slice(&self) -> &[f32] {
+        match self {
+            Self::InPlace(b) => cast_f32(b.as_slice()).unwrap_or(&[]),
+            Self::Copied(v) => v,
+        }
+    }
+}
+
+#[cfg(target_endian = "big")]
+compile_error!("model files are little-endian and are read in place");
+
+/// `bytes` as f32, if they are aligned and whole.
+fn cast_f32(bytes: &[u8]) -> Option<&[f32]> {
+    // SAFETY: every bit pattern is a valid f32; `align_to` takes care of alignment and of whole elements.
+    let (head, body, tail) = unsafe { bytes.align_to::<f32>() };
+    (head.is_empty() && tail.is_empty()).then_some(body)
+}
+
+/// One stored matrix, bound to its bytes.
+#[derive(Clone)]
+pub struct Mat {
+    format: Format,
+    rows: usize,
+    cols: usize,
+    codes: Bytes,
+    scales: Scales,
+}
+
+impl Mat {
+    /// A matrix over `codes` and `scales`.
+    ///
+    /// # Panics
+    /// When their sizes are not those of the format (checked by the caller against headers).
+    pub fn new(format: Format, rows: usize, cols: usize, codes: Bytes, scales: Scales) -> Self {
+        let m = Self { format, rows, cols, codes, scales };
+        let _ = m.view();
+        m
+    }
+
+    /// A borrowed view for kernels.
+    #[inline]
+    pub fn view(&self) -> MatView<'_> {
+        MatView::new(self.format, self.rows, self.cols, self.codes.as_slice(), self.scales.as_slice())
+    }
+
+    /// Number of outputs.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of inputs.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Stored format.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// The file that holds the codes.
+    pub fn path(&self) -> &Path {
+        self.codes.path()
+    }
+
+    /// Bytes of codes and scales.
+    pub fn total_bytes(&self) -> usize {
+        self.format.total_bytes(self.rows, self.cols)
+    }
+
+    /// Fails on the first scale that is not finite. `name` is the tensor's.
+    ///
+    /// # Errors
+    /// A scale is infinite or NaN.
+    pub fn check_scales(&self, name: &str) -> Result<()> {
+        let bad = self.scales.as_slice().iter().position(|s| !s.is_finite());
+        bad.map_or(Ok(()), |i| {
+            bail!(
+                "{}: {name}: scale {i} of {} is {}, expected a finite number; the file is damaged",
+                self.path().display(),
+                self.scales.as_slice().len(),
+                self.scales.as_slice()[i]
+            )
+        })
+    }
+}
+
+/// All tensors of a model, by name.
+pub struct Shards {
+    files: Vec<Arc<ShardFile>>,
+    tensors: HashMap<String, TensorRef>,
+    stamps: HashMap<String, (String, usize)>,
+}
+
+impl Shards {
+    /// Maps every `*.safetensors` in `dir` and checks all headers.
+    ///
+    /// # Errors
+    /// The directory cannot be read or has no such file; a header is damaged; two files hold the same tensor; format
+    /// stamps disagree.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let mut paths = Vec::new();
+        let entries = std::fs::read_dir(dir).with_context(|| format!("cannot read directory {}", dir.display()))?;
+        for entry in entries {
+            let path = entry.with_context(|| format!("cannot read directory {}", dir.display()))?.path();
+            if path.extension().is_some_and(|e| e == "safetensors") {
+                paths.push(path);
+            }
+        }
+        paths.sort();
+        ensure!(!paths.is_empty(), "{}: no *.safetensors file; expected a model directory", dir.display());
+        ensure!(paths.len() <= MAX_FILES, "{}: {} *.safetensors files, at most {MAX_FILES} are read", dir.display(), paths.len());
+        let files = paths.into_iter().map(map_file).collect::<Result<Vec<_>>>()?;
+        Self::from_files(files)
+    }
+
+    /// Shards over bytes that are compiled into the program.
+    ///
+    /// # Errors
+    /// The header is damaged.
+    pub fn from_static(files: &[(&str, &'static [u8])]) -> Result<Self> {
+        let file = |&(name, bytes): &(&str, &'static [u8])| ShardFile { path: PathBuf::from(name), data: Data::Static(bytes) };
+        Self::from_files(files.iter().map(file).collect())
+    }
+
+    fn from_files(files: Vec<ShardFile>) -> Result<Self> {
+        let mut shards = Self { files: Vec::new(), tensors: HashMap::new(), stamps: HashMap::new() };
+        for (i, file) in files.into_iter().enumerate() {
+            let shown = file.path.display().to_string();
+            let header = header::parse(file.bytes(), i).with_context(|| shown.clone())?;
+            shards.files.push(Arc::new(file));
+            for (name, tensor) in header.tensors {
+                if let Some(other) = shards.tensors.get(&name) {
+                    let other = shards.files[other.file].path.display();
+                    bail!("{shown}: {name}: this tensor is also in {other}; remove one of the two files");
+                }
+                shards.tensors.insert(name, tensor);
+            }
+            for (name, format) in header.stamps {
+                if let Some((other, j)) = shards.stamps.get(&name).filter(|(f, _)| *f != format) {
+                    let other_file = shards.files[*j].path.display();
+                    bail!("{name}: stamped `{format}` by {shown} but `{other}` by {other_file}");
+                }
+                shards.stamps.insert(name, (format, i));
+                ensure!(shards.stamps.len() <= header::MAX_STAMPS, "{shown}: more than {} format stamps in this container", header::MAX_STAMPS);
+            }
+        }
+        Ok(shards)
+    }
+
+    /// The files, in name order.
+    pub fn files(&self) -> &[Arc<ShardFile>] {
+        &self.files
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Whether there is no tensor.
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// The tensor of this name.
+    pub fn find(&self, name: &str) -> Option<&TensorRef> {
+        self.tensors.get(name)
+    }
+
+    /// All tensor names, in no order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The format name that a metadata stamp gives this tensor.
+    pub fn stamp(&self, name: &str) -> Option<&str> {
+        self.stamps.get(name).map(|(f, _)| f.as_str())
+    }
+
+    /// The file that holds `t`.
+    pub fn path(&self, t: &TensorRef) -> &Path {
+        &self.files[t.file].path
+    }
+
+    /// The bytes of `t`.
+    pub fn bytes(&self, t: &TensorRef) -> Bytes {
+        Bytes { file: Arc::clone(&self.files[t.file]), start: t.start, end: t.end }
+    }
+}
+
+fn map_file(path: PathBuf) -> Result<ShardFile> {
+    let shown = path.display().to_string();
+    let file = File::open(&path).with_context(|| format!("cannot open {shown}"))?;
+    let len = file.metadata().with_context(|| format!("cannot read the size of {shown}"))?.len();
+    if len == 0 {
+        return Ok(ShardFile { path, data: Data::Owned(Vec::new()) });
+    }
+    // SAFETY: the map is private and read-only. A file that another process truncates meanwhile is outside the
+    // contract stated at the top of this module.
+    let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {shown}"))?;
+    Ok(ShardFile { path, data: Data::Mapped(map) })
+}

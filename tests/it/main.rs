@@ -1,0 +1,4 @@
+//! Integration tests: one binary, real files, real processes.
+
+mod fixture;
+mod oracle;
