@@ -9,30 +9,36 @@ use std::cell::UnsafeCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
-/// Iterations of the spin loop before a worker parks: about 30 µs.
-const SPINS: u32 = 8_000;
+/// Iterations of the spin loop before a worker parks: some tens of microseconds.
+const SPINS: u32 = 2_000;
 
 /// A job as the workers see it: a task body and the number of tasks.
 type Job = *const (dyn Fn(usize) + Sync);
 
+/// Bit of `state` that is set while workers may enter the section.
+const OPEN: u64 = 1 << 31;
+/// Bits of `state` that count the workers inside the section.
+const INSIDE: u64 = OPEN - 1;
+
 struct Shared {
-    /// Bumped once per section; a worker runs each generation once.
-    generation: AtomicUsize,
+    /// Generation of the section (upper half), `OPEN`, and the number of workers inside.
+    ///
+    /// A worker enters an open section by counting itself in; the caller closes the section when no task is left and
+    /// then waits for those inside only. A worker that the system has not scheduled meanwhile is not waited for.
+    state: AtomicU64,
     /// Next task to take.
     next: AtomicUsize,
-    /// Workers that have not yet finished the current generation.
-    running: AtomicUsize,
     stop: AtomicBool,
     job: UnsafeCell<Option<(Job, usize)>>,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-// SAFETY: `job` is written only by `Pool::par` while `running == 0` (no worker reads it then) and is published by the
-// release store to `generation`; the closure behind the pointer is `Sync`.
+// SAFETY: `job` is written only by `Pool::par` while the section is closed and nobody is inside, and is published by
+// the release store that opens it; workers read it only while inside. The closure behind the pointer is `Sync`.
 unsafe impl Sync for Shared {}
 // SAFETY: as above; the raw pointer is only dereferenced while `Pool::par` keeps the closure alive.
 unsafe impl Send for Shared {}
@@ -49,9 +55,8 @@ impl Pool {
     /// A pool of `threads` compute threads, the caller included (so `threads - 1` are spawned).
     pub fn new(threads: usize) -> Self {
         let shared = Arc::new(Shared {
-            generation: AtomicUsize::new(0),
+            state: AtomicU64::new(0),
             next: AtomicUsize::new(0),
-            running: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             job: UnsafeCell::new(None),
             panic: Mutex::new(None),
@@ -83,19 +88,20 @@ impl Pool {
         let s = &*self.shared;
         let body: &(dyn Fn(usize) + Sync) = &body;
         // SAFETY: only the lifetime is erased. The closure outlives every use: this function does not return or unwind
-        // before `running` is back to 0, and workers touch the pointer only while they count in `running`.
+        // before the section is closed and empty, and workers touch the pointer only while inside.
         let job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(body) };
-        // SAFETY: `running` is 0 here (the last section ended), so no worker reads `job`.
+        // SAFETY: the section is closed and empty (the last call ended so), so no worker reads `job`.
         unsafe { *s.job.get() = Some((std::ptr::from_ref(job), tasks)) };
         s.next.store(0, Ordering::Relaxed);
-        s.running.store(self.workers.len(), Ordering::Relaxed);
-        s.generation.fetch_add(1, Ordering::Release);
-        for w in &self.workers {
+        let generation = (s.state.load(Ordering::Relaxed) >> 32).wrapping_add(1);
+        s.state.store(generation << 32 | OPEN, Ordering::Release);
+        for w in self.workers.iter().take(tasks - 1) {
             w.thread().unpark();
         }
         s.take_tasks(body, tasks);
+        s.state.fetch_and(!OPEN, Ordering::AcqRel);
         let mut spins = 0u32;
-        while s.running.load(Ordering::Acquire) != 0 {
+        while s.state.load(Ordering::Acquire) & INSIDE != 0 {
             spins += 1;
             if spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
@@ -196,7 +202,8 @@ fn worker(s: &Shared) {
     let mut seen = 0;
     loop {
         let mut spins = 0;
-        while s.generation.load(Ordering::Acquire) == seen {
+        let mut state = s.state.load(Ordering::Acquire);
+        while state >> 32 == seen {
             spins += 1;
             if spins < SPINS {
                 std::hint::spin_loop();
@@ -204,25 +211,34 @@ fn worker(s: &Shared) {
                 std::thread::park();
                 spins = 0;
             }
+            state = s.state.load(Ordering::Acquire);
         }
         if s.stop.load(Ordering::Relaxed) {
             return;
         }
-        seen = seen.wrapping_add(1);
-        // SAFETY: `par` wrote the job before the release store of this generation and keeps it until `running` is 0.
-        let job = unsafe { *s.job.get() };
-        if let Some((body, tasks)) = job {
-            // SAFETY: the closure is alive: `par` waits for this worker's decrement below.
-            s.take_tasks(unsafe { &*body }, tasks);
+        seen = state >> 32;
+        // Enter if the section is still open and still this one.
+        while state >> 32 == seen && state & OPEN != 0 {
+            match s.state.compare_exchange_weak(state, state + 1, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => {
+                    // SAFETY: inside an open section: `par` wrote the job before opening and waits for this worker.
+                    if let Some((body, tasks)) = unsafe { *s.job.get() } {
+                        // SAFETY: the closure is alive until this worker has left.
+                        s.take_tasks(unsafe { &*body }, tasks);
+                    }
+                    s.state.fetch_sub(1, Ordering::Release);
+                    break;
+                }
+                Err(now) => state = now,
+            }
         }
-        s.running.fetch_sub(1, Ordering::Release);
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.generation.fetch_add(1, Ordering::Release);
+        self.shared.state.fetch_add(1 << 32, Ordering::Release);
         for w in self.workers.drain(..) {
             w.thread().unpark();
             // A worker never panics outside a task, and task panics were already raised.

@@ -61,6 +61,13 @@ pub fn peak_rss_bytes() -> u64 {
     }
 }
 
+/// Name of this CPU, for reports.
+pub fn cpu_name() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':'));
+    name.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, n)| n.trim().to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

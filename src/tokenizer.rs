@@ -29,6 +29,11 @@ const LITERAL: char = '\u{fdd1}';
 /// where the next character is not known.
 const CLOSED: char = '\u{fdd2}';
 
+/// Pre-tokenizers and normalizers that byte-level models use. Others of the library panic on parts
+/// they do not expect, such as a length of 0 or a damaged table.
+const PRE_TOKENIZERS: [&str; 4] = ["Sequence", "Split", "Digits", "ByteLevel"];
+const NORMALIZERS: [&str; 5] = ["Sequence", "NFC", "NFD", "NFKC", "NFKD"];
+
 const MAX_ID: u32 = 1 << 24;
 const MAX_JSON_BYTES: usize = 1 << 30;
 
@@ -118,18 +123,28 @@ struct Added {
     special: bool,
 }
 
-/// A decoder or pre-tokenizer by its name, with its parts if it is a sequence.
+/// A decoder, normalizer or pre-tokenizer by its name, with its parts if it is a sequence.
 #[derive(Deserialize)]
 struct Tag {
     #[serde(rename = "type")]
     kind: Option<String>,
     #[serde(default)]
     pretokenizers: Vec<Tag>,
+    #[serde(default)]
+    normalizers: Vec<Tag>,
 }
 
 impl Tag {
     fn is_byte_level(&self) -> bool {
         self.kind.as_deref() == Some("ByteLevel")
+    }
+
+    /// Refuses this and every part of it that is not in `allowed`.
+    fn check_kinds(&self, allowed: &[&str]) -> Result<()> {
+        let name = name_of(Some(self));
+        ensure!(allowed.contains(&name), "{name}, expected one of {}", allowed.join(", "));
+        let mut parts = self.pretokenizers.iter().chain(&self.normalizers);
+        parts.try_for_each(|p| p.check_kinds(allowed))
     }
 }
 
@@ -147,6 +162,8 @@ impl Tokenizer {
         ensure!(n <= MAX_JSON_BYTES, "size: {n} bytes, expected at most {MAX_JSON_BYTES}");
         let file: File = serde_json::from_slice(json).context("not a tokenizer JSON object")?;
         check_byte_level(file.pre_tokenizer, file.decoder)?;
+        let normalizer: Option<Tag> = part(file.normalizer).context("normalizer")?;
+        normalizer.map_or(Ok(()), |n| n.check_kinds(&NORMALIZERS)).context("normalizer")?;
 
         let model = file.model.context("model: missing, expected a BPE model")?;
         let model: Model = serde_json::from_str(model.get()).context("model")?;
@@ -469,7 +486,7 @@ fn check_byte_level(pre_tokenizer: Option<&RawValue>, decoder: Option<&RawValue>
     if !tag.as_ref().is_some_and(byte_level) {
         bail!("pre_tokenizer: {} without ByteLevel, expected one with it", name_of(tag.as_ref()));
     }
-    Ok(())
+    tag.map_or(Ok(()), |t| t.check_kinds(&PRE_TOKENIZERS)).context("pre_tokenizer")
 }
 
 fn name_of(tag: Option<&Tag>) -> &str {
@@ -722,7 +739,7 @@ mod tests {
         let error = Tokenizer::from_bytes(b"{", "t.json").unwrap_err();
         assert!(format!("{error:#}").starts_with("cannot read tokenizer t.json: not a tokenizer"));
         type Change = Box<dyn FnOnce(&mut Value)>;
-        let cases: [(&str, Change); 14] = [
+        let cases: [(&str, Change); 18] = [
             ("model: missing", Box::new(|j| j["model"] = Value::Null)),
             ("model.vocab: missing", Box::new(|j| j["model"] = json!({"type": "BPE"}))),
             ("model.vocab: 0 tokens", Box::new(|j| j["model"] = json!({"vocab": {}}))),
@@ -732,6 +749,32 @@ mod tests {
             (
                 "token \"the\": id 16777217",
                 Box::new(|j| j["model"]["vocab"]["the"] = json!(16777217)),
+            ),
+            // Each of these made the library panic.
+            (
+                "normalizer: Precompiled, expected one of",
+                Box::new(|j| {
+                    j["normalizer"] =
+                        json!({"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="});
+                }),
+            ),
+            (
+                "normalizer: Prepend, expected one of",
+                Box::new(|j| {
+                    let prepend = json!({"type": "Prepend", "prepend": ""});
+                    j["normalizer"] = json!({"type": "Sequence", "normalizers": [prepend]});
+                }),
+            ),
+            (
+                "normalizer: missing, expected one of",
+                Box::new(|j| j["normalizer"] = json!({"precompiled_charsmap": ""})),
+            ),
+            (
+                "pre_tokenizer: FixedLength, expected one of",
+                Box::new(|j| {
+                    j["pre_tokenizer"]["pretokenizers"][0] =
+                        json!({"type": "FixedLength", "length": 0});
+                }),
             ),
             ("pre_tokenizer: missing", Box::new(|j| j["pre_tokenizer"] = Value::Null)),
             (

@@ -5,14 +5,46 @@
 
 use std::arch::x86_64::*;
 
+use super::portable::LANES;
 use super::{GROUP, table};
 
 table!(Isa::Avx2, Avx2, "avx2,fma,f16c");
 
-/// The 64-group dot product with `maddubs`.
+/// Two vectors of eight lanes; integer dot products with `maddubs`.
 struct Avx2;
 
-impl portable::Dot for Avx2 {
+impl portable::Simd for Avx2 {
+    type Lanes = [__m256; 2];
+
+    #[inline(always)]
+    fn zero() -> Self::Lanes {
+        // SAFETY: only called from this file's table, whose functions are compiled with AVX2 and FMA.
+        unsafe { [_mm256_setzero_ps(); 2] }
+    }
+
+    #[inline(always)]
+    fn fma(a: &[f32; LANES], b: &[f32; LANES], p: Self::Lanes) -> Self::Lanes {
+        // SAFETY: as in `zero`; the loads read the 16 values of each array.
+        unsafe {
+            let half = |i: usize| {
+                let (a, b) = (_mm256_loadu_ps(a.as_ptr().add(8 * i)), _mm256_loadu_ps(b.as_ptr().add(8 * i)));
+                _mm256_fmadd_ps(a, b, p[i])
+            };
+            [half(0), half(1)]
+        }
+    }
+
+    #[inline(always)]
+    fn store(p: Self::Lanes) -> [f32; LANES] {
+        let mut out = [0.0; LANES];
+        // SAFETY: as in `zero`; the stores write the 16 values of the array.
+        unsafe {
+            _mm256_storeu_ps(out.as_mut_ptr(), p[0]);
+            _mm256_storeu_ps(out.as_mut_ptr().add(8), p[1]);
+        }
+        out
+    }
+
     #[inline(always)]
     fn dot64(w: &[i8; GROUP], q: &[i8; GROUP], _q_sum: i32) -> i32 {
         // SAFETY: only called from this file's table, whose functions are compiled with AVX2; the loads read the 64

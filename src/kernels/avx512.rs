@@ -3,17 +3,50 @@
 //! Without VNNI the integer dot product widens to int16 and uses `madd`, which cannot saturate. With VNNI the weights
 //! are biased to u8 (w + 128) for `dpbusd` and the bias is taken off again as 128 * Σq.
 
+use std::arch::x86_64::*;
+
+use super::GROUP;
+use super::portable::LANES;
+
+/// One vector of 16 f32 lanes, shared by both.
+macro_rules! lanes {
+    () => {
+        type Lanes = __m512;
+
+        #[inline(always)]
+        fn zero() -> __m512 {
+            // SAFETY: only called from this module's table, whose functions are compiled with AVX-512 F.
+            unsafe { _mm512_setzero_ps() }
+        }
+
+        #[inline(always)]
+        fn fma(a: &[f32; LANES], b: &[f32; LANES], p: __m512) -> __m512 {
+            // SAFETY: as in `zero`; the loads read the 16 values of each array.
+            unsafe { _mm512_fmadd_ps(_mm512_loadu_ps(a.as_ptr()), _mm512_loadu_ps(b.as_ptr()), p) }
+        }
+
+        #[inline(always)]
+        fn store(p: __m512) -> [f32; LANES] {
+            let mut out = [0.0; LANES];
+            // SAFETY: as in `zero`; the store writes the 16 values of the array.
+            unsafe { _mm512_storeu_ps(out.as_mut_ptr(), p) };
+            out
+        }
+    };
+}
+
 /// Without VNNI.
 pub(super) mod bw {
-    use std::arch::x86_64::*;
-
-    use crate::kernels::{GROUP, table};
+    use super::*;
+    use crate::kernels::table;
 
     table!(Isa::Avx512, Bw, "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl");
 
     struct Bw;
 
-    impl portable::Dot for Bw {
+    impl portable::Simd for Bw {
+        lanes!();
+
         #[inline(always)]
         fn dot64(w: &[i8; GROUP], q: &[i8; GROUP], _q_sum: i32) -> i32 {
             // SAFETY: only called from this module's table, whose functions are compiled with AVX-512 F/BW/DQ/VL; the
@@ -33,15 +66,16 @@ pub(super) mod bw {
 
 /// With VNNI.
 pub(super) mod vnni {
-    use std::arch::x86_64::*;
-
-    use crate::kernels::{GROUP, table};
+    use super::*;
+    use crate::kernels::table;
 
     table!(Isa::Avx512Vnni, Vnni, "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni");
 
     struct Vnni;
 
-    impl portable::Dot for Vnni {
+    impl portable::Simd for Vnni {
+        lanes!();
+
         #[inline(always)]
         fn dot64(w: &[i8; GROUP], q: &[i8; GROUP], q_sum: i32) -> i32 {
             // SAFETY: only called from this module's table, whose functions are compiled with AVX-512 VNNI; the loads

@@ -147,9 +147,9 @@ pub struct Kernels {
 
 /// Compiles the portable bodies for one instruction set and puts them into `TABLE`.
 ///
-/// `$dot` is the set's 64-group integer dot product; `$features` what the bodies are compiled with.
+/// `$simd` is the set's hand-written part; `$features` what the bodies are compiled with.
 macro_rules! table {
-    ($isa:expr, $dot:ty $(, $features:literal)?) => {
+    ($isa:expr, $simd:ty $(, $features:literal)?) => {
         use crate::kernels::portable;
         use crate::kernels::{Input, Isa, Kernels, KeySet, Keys, MatView, Scratch};
         use crate::pool::TileMut;
@@ -171,7 +171,7 @@ macro_rules! table {
 
         $(#[target_feature(enable = $features)])?
         fn dot(a: &[f32], b: &[f32]) -> f32 {
-            portable::dot(a, b)
+            portable::dot::<$simd>(a, b)
         }
         $(#[target_feature(enable = $features)])?
         fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
@@ -179,11 +179,11 @@ macro_rules! table {
         }
         $(#[target_feature(enable = $features)])?
         fn rms_norm(x: &[f32], w: &[f32], eps: f32, y: &mut [f32]) -> bool {
-            portable::rms_norm(x, w, eps, y)
+            portable::rms_norm::<$simd>(x, w, eps, y)
         }
         $(#[target_feature(enable = $features)])?
         fn layer_norm(x: &mut [f32], w: &[f32], b: &[f32], eps: f32) {
-            portable::layer_norm(x, w, b, eps);
+            portable::layer_norm::<$simd>(x, w, b, eps);
         }
         $(#[target_feature(enable = $features)])?
         fn silu_mul(g: &mut [f32], u: &[f32]) {
@@ -199,19 +199,19 @@ macro_rules! table {
         }
         $(#[target_feature(enable = $features)])?
         fn matmul_f32(w: &MatView<'_>, r: usize, x: &Input<'_>, t: &mut TileMut<'_>, scratch: &mut Scratch) {
-            portable::matmul_f32(w, r, x, t, scratch);
+            portable::matmul_f32::<$simd>(w, r, x, t, scratch);
         }
         $(#[target_feature(enable = $features)])?
         fn matmul_q8(w: &MatView<'_>, r: usize, x: &Input<'_>, t: &mut TileMut<'_>, scratch: &mut Scratch) {
-            portable::matmul_q8::<$dot>(w, r, x, t, scratch);
+            portable::matmul_q8::<$simd>(w, r, x, t, scratch);
         }
         $(#[target_feature(enable = $features)])?
         fn attend(q: &[f32], k: &Keys<'_>, set: &KeySet<'_>, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
-            portable::attend(q, k, set, scale, out, scratch);
+            portable::attend::<$simd>(q, k, set, scale, out, scratch);
         }
         $(#[target_feature(enable = $features)])?
         fn index_scores(q: &[f32], w: &[f32], k: &Keys<'_>, first: usize, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
-            portable::index_scores(q, w, k, first, scale, out, scratch);
+            portable::index_scores::<$simd>(q, w, k, first, scale, out, scratch);
         }
     };
 }

@@ -3,7 +3,8 @@
 //! All other instruction sets must give the same bits. They do so by construction where they can: the bodies here are
 //! `#[inline(always)]` and are compiled again inside `#[target_feature]` functions (see `table!` in `mod.rs`), where
 //! the compiler may use wider vectors but may not reorder a floating-point operation. What a compiler does badly, the
-//! integer dot product of a 64-group, is the one method of [`Dot`] and is written by hand per instruction set.
+//! f32 lanes of a dot product and the
+//! integer dot product of a 64-group, are the methods of [`Simd`] and are written by hand per instruction set.
 //!
 //! Orders of summation (`docs/architecture.md`, "Arithmetic"):
 //! - f32 dot: element i goes to partial sum i mod 16 by fma, then the tree 8+8, 4+4, 2+2, 1+1.
@@ -16,15 +17,43 @@ use super::math::{exp, silu};
 use super::{Format, Input, KeySet, Keys, MatView, Scratch};
 use crate::pool::TileMut;
 
-/// Exact int32 dot products of one full 64-group. `q` is in -127..=127, `q_sum` is the sum of `q`.
-pub(super) trait Dot {
+/// What an instruction set writes by hand: 16 lanes of f32, and the integer dot product of a group.
+pub(super) trait Simd {
+    /// 16 partial sums.
+    type Lanes: Copy;
+
+    fn zero() -> Self::Lanes;
+    /// `p[j] = fma(a[j], b[j], p[j])`.
+    fn fma(a: &[f32; LANES], b: &[f32; LANES], p: Self::Lanes) -> Self::Lanes;
+    fn store(p: Self::Lanes) -> [f32; LANES];
+    /// Exact int32 dot product of one full 64-group. `q` is in -127..=127, `q_sum` is the sum of `q`.
     fn dot64(w: &[i8; GROUP], q: &[i8; GROUP], q_sum: i32) -> i32;
 }
 
 /// The scalar definition.
 pub(super) struct Scalar;
 
-impl Dot for Scalar {
+impl Simd for Scalar {
+    type Lanes = [f32; LANES];
+
+    #[inline(always)]
+    fn zero() -> [f32; LANES] {
+        [0.0; LANES]
+    }
+
+    #[inline(always)]
+    fn fma(a: &[f32; LANES], b: &[f32; LANES], mut p: [f32; LANES]) -> [f32; LANES] {
+        for j in 0..LANES {
+            p[j] = a[j].mul_add(b[j], p[j]);
+        }
+        p
+    }
+
+    #[inline(always)]
+    fn store(p: [f32; LANES]) -> [f32; LANES] {
+        p
+    }
+
     #[inline(always)]
     fn dot64(w: &[i8; GROUP], q: &[i8; GROUP], _q_sum: i32) -> i32 {
         dot_i8(w, q)
@@ -39,7 +68,7 @@ fn dot_i8(w: &[i8], q: &[i8]) -> i32 {
 // ------------------------------------------------------------------------------------------------ f32 primitives
 
 /// Partial sums of a dot product.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 
 #[inline(always)]
 fn tree(mut p: [f32; LANES]) -> f32 {
@@ -55,31 +84,31 @@ fn tree(mut p: [f32; LANES]) -> f32 {
 
 /// Dot products of `a` with `N` rows of the same length.
 #[inline(always)]
-fn dot_n<const N: usize>(a: &[f32], b: [&[f32]; N]) -> [f32; N] {
+fn dot_n<S: Simd, const N: usize>(a: &[f32], b: [&[f32]; N]) -> [f32; N] {
     let n = a.len();
+    let (chunks, tail) = a.as_chunks::<LANES>();
     let b = b.map(|b| &b[..n]);
-    let mut p = [[0.0f32; LANES]; N];
-    let full = n / LANES * LANES;
-    let mut i = 0;
-    while i < full {
-        for s in 0..N {
-            for j in 0..LANES {
-                p[s][j] = a[i + j].mul_add(b[s][i + j], p[s][j]);
-            }
-        }
-        i += LANES;
-    }
-    for s in 0..N {
-        for j in 0..n - full {
-            p[s][j] = a[full + j].mul_add(b[s][full + j], p[s][j]);
+    let b_chunks = b.map(|b| &b.as_chunks::<LANES>().0[..chunks.len()]);
+    let mut p = [S::zero(); N];
+    for (i, a) in chunks.iter().enumerate() {
+        for k in 0..N {
+            p[k] = S::fma(a, &b_chunks[k][i], p[k]);
         }
     }
-    p.map(tree)
+    let mut k = 0;
+    p.map(|p| {
+        let mut p = S::store(p);
+        for (j, (&a, &b)) in tail.iter().zip(&b[k][n - tail.len()..]).enumerate() {
+            p[j] = a.mul_add(b, p[j]);
+        }
+        k += 1;
+        tree(p)
+    })
 }
 
 #[inline(always)]
-pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    dot_n(a, [b])[0]
+pub(super) fn dot<S: Simd>(a: &[f32], b: &[f32]) -> f32 {
+    dot_n::<S, 1>(a, [b])[0]
 }
 
 /// `y = fma(a, x, y)` per element.
@@ -92,8 +121,8 @@ pub(super) fn axpy(a: f32, x: &[f32], y: &mut [f32]) {
 
 /// `w * x / sqrt(mean(x²) + eps)`; a non-finite sum of squares is reported as `false`.
 #[inline(always)]
-pub(super) fn rms_norm(x: &[f32], w: &[f32], eps: f32, y: &mut [f32]) -> bool {
-    let ss = dot(x, x);
+pub(super) fn rms_norm<S: Simd>(x: &[f32], w: &[f32], eps: f32, y: &mut [f32]) -> bool {
+    let ss = dot::<S>(x, x);
     let r = 1.0 / (ss / x.len() as f32 + eps).sqrt();
     for ((y, &x), &w) in y.iter_mut().zip(x).zip(w) {
         *y = x * r * w;
@@ -103,7 +132,7 @@ pub(super) fn rms_norm(x: &[f32], w: &[f32], eps: f32, y: &mut [f32]) -> bool {
 
 /// `(x - mean) / sqrt(var + eps) * w + b` in place, biased variance.
 #[inline(always)]
-pub(super) fn layer_norm(x: &mut [f32], w: &[f32], b: &[f32], eps: f32) {
+pub(super) fn layer_norm<S: Simd>(x: &mut [f32], w: &[f32], b: &[f32], eps: f32) {
     let n = x.len() as f32;
     let mut p = [0.0f32; LANES];
     for (i, &v) in x.iter().enumerate() {
@@ -113,7 +142,7 @@ pub(super) fn layer_norm(x: &mut [f32], w: &[f32], b: &[f32], eps: f32) {
     for v in x.iter_mut() {
         *v -= mean;
     }
-    let r = 1.0 / (dot(x, x) / n + eps).sqrt();
+    let r = 1.0 / (dot::<S>(x, x) / n + eps).sqrt();
     for ((v, &w), &b) in x.iter_mut().zip(w).zip(b) {
         *v = (*v * r).mul_add(w, b);
     }
@@ -271,21 +300,21 @@ pub(super) fn dequant_row(w: &MatView<'_>, r: usize, out: &mut [f32], codes: &mu
 
 /// f32 arithmetic: `tile[i][o] = dot(w[first + o], x[i])` for the tile's columns `o`.
 #[inline(always)]
-pub(super) fn matmul_f32(w: &MatView<'_>, first: usize, x: &Input<'_>, tile: &mut TileMut<'_>, scratch: &mut Scratch) {
+pub(super) fn matmul_f32<S: Simd>(w: &MatView<'_>, first: usize, x: &Input<'_>, tile: &mut TileMut<'_>, scratch: &mut Scratch) {
     let (row, codes) = scratch.row(w.cols());
     let n = tile.rows.len();
     for o in 0..tile.cols.len() {
         dequant_row(w, first + o, row, codes);
         let mut i = 0;
         while i + 4 <= n {
-            let y = dot_n(row, [x.f32_row(i), x.f32_row(i + 1), x.f32_row(i + 2), x.f32_row(i + 3)]);
+            let y = dot_n::<S, 4>(row, [x.f32_row(i), x.f32_row(i + 1), x.f32_row(i + 2), x.f32_row(i + 3)]);
             for k in 0..4 {
                 tile.row(i + k)[o] = y[k];
             }
             i += 4;
         }
         while i < n {
-            tile.row(i)[o] = dot(row, x.f32_row(i));
+            tile.row(i)[o] = dot::<S>(row, x.f32_row(i));
             i += 1;
         }
     }
@@ -293,7 +322,7 @@ pub(super) fn matmul_f32(w: &MatView<'_>, first: usize, x: &Input<'_>, tile: &mu
 
 /// Quantized arithmetic for the integer formats: exact integer steps, one fma chain per output.
 #[inline(always)]
-pub(super) fn matmul_q8<D: Dot>(w: &MatView<'_>, first: usize, x: &Input<'_>, tile: &mut TileMut<'_>, scratch: &mut Scratch) {
+pub(super) fn matmul_q8<S: Simd>(w: &MatView<'_>, first: usize, x: &Input<'_>, tile: &mut TileMut<'_>, scratch: &mut Scratch) {
     let (_, codes) = scratch.row(w.cols());
     let per_row = w.format().scales_per_row(w.cols()) == 1 && !matches!(w.format(), Format::Int4 { group: 1.. } | Format::Int3);
     let group = match w.format() {
@@ -311,14 +340,14 @@ pub(super) fn matmul_q8<D: Dot>(w: &MatView<'_>, first: usize, x: &Input<'_>, ti
             let mut acc = 0.0f32;
             if per_row {
                 for (g, (w, x)) in groups.iter().zip(xs).enumerate() {
-                    acc = (D::dot64(w, x, q.sums[g]) as f32).mul_add(q.scales[g], acc);
+                    acc = (S::dot64(w, x, q.sums[g]) as f32).mul_add(q.scales[g], acc);
                 }
                 acc *= scales[0];
             } else if group.is_multiple_of(GROUP) {
                 let wide = group / GROUP;
                 for (g, (w, x)) in groups.iter().zip(xs).enumerate() {
                     let s = scales[g / wide] * q.scales[g];
-                    acc = (D::dot64(w, x, q.sums[g]) as f32).mul_add(s, acc);
+                    acc = (S::dot64(w, x, q.sums[g]) as f32).mul_add(s, acc);
                 }
             } else {
                 acc = chain_of_steps(codes, q.codes, scales, q.scales, group, w.cols());
@@ -366,7 +395,7 @@ fn key_row<'a>(keys: &Keys<'a>, t: usize, buf: &'a mut [f32]) -> &'a [f32] {
 ///
 /// `q` has the width of a cache row, `out` its first `out.len()` elements' weighted mean: `Σ a_t row_t`.
 #[inline(always)]
-pub(super) fn attend(q: &[f32], keys: &Keys<'_>, set: &KeySet<'_>, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
+pub(super) fn attend<S: Simd>(q: &[f32], keys: &Keys<'_>, set: &KeySet<'_>, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
     let n = set.len();
     let width = q.len();
     let rank = out.len();
@@ -380,7 +409,7 @@ pub(super) fn attend(q: &[f32], keys: &Keys<'_>, set: &KeySet<'_>, scale: f32, o
         let mut p = [f32::NEG_INFINITY; BLOCK];
         for j in 0..len {
             let buf = &mut block_rows[j * width..(j + 1) * width];
-            p[j] = dot(q, key_row(keys, set.at(at + j), buf)) * scale;
+            p[j] = dot::<S>(q, key_row(keys, set.at(at + j), buf)) * scale;
         }
         let new_max = p.iter().fold(max, |m, &s| if s > m { s } else { m });
         // exp(-inf - finite) = 0 on the first block; afterwards 1 exactly while the maximum stays.
@@ -411,14 +440,14 @@ pub(super) fn attend(q: &[f32], keys: &Keys<'_>, set: &KeySet<'_>, scale: f32, o
 
 /// Indexer scores of one query position: `out[t] = Σ_h w_h * relu(dot(q_h, key_t) * scale)`, heads ascending.
 #[inline(always)]
-pub(super) fn index_scores(q: &[f32], w: &[f32], keys: &Keys<'_>, first: usize, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
+pub(super) fn index_scores<S: Simd>(q: &[f32], w: &[f32], keys: &Keys<'_>, first: usize, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
     let d = q.len() / w.len();
     let buf = scratch.block(d);
     for (t, out) in out.iter_mut().enumerate() {
         let key = key_row(keys, first + t, buf);
         let mut s = 0.0f32;
         for (q, &w) in q.chunks_exact(d).zip(w) {
-            let r = dot(q, key) * scale;
+            let r = dot::<S>(q, key) * scale;
             let r = if r > 0.0 || r.is_nan() { r } else { 0.0 };
             s = w.mul_add(r, s);
         }

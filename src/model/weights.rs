@@ -229,7 +229,8 @@ pub fn census(config: &Config, shards: &Shards, options: BindOptions) -> Result<
 pub fn bind(config: &Config, shards: &Shards, options: BindOptions, dir: Option<&Path>) -> Result<(Weights, Experts)> {
     let census = census(config, shards, options)?;
     if !census.missing.is_empty() {
-        bail!("{}", explain_missing(config, shards, &census, dir));
+        let at = dir.map_or_else(String::new, |d| format!("{}: ", d.display()));
+        bail!("{at}{}", explain_missing(config, shards, &census, dir));
     }
     Binder::new(config, shards, options, false).bind()
 }
@@ -283,8 +284,10 @@ impl<'a> Binder<'a> {
             kv_b: self.mat(&a("kv_b_proj.weight"), c.n_heads * (c.d_nope + c.d_v), c.kv_rank, class)?,
             o: self.mat(&a("o_proj.weight"), c.d_model, c.n_heads * c.d_v, class)?,
         };
+        // Containers in circulation leave the MTP layer's own indexer out; drafts are then made with dense attention.
+        let skip = self.options.no_indexer || (i == c.n_layers && self.shards.find(&a("indexer.wq_b.weight")).is_none());
         let indexer = match &c.indexer {
-            Some(x) if c.scores_keys(i) && !self.options.no_indexer => Some(Indexer {
+            Some(x) if c.scores_keys(i) && !skip => Some(Indexer {
                 q_b: self.mat(&a("indexer.wq_b.weight"), x.n_heads * x.head_dim, c.q_rank, Class::Indexer)?,
                 k: self.mat(&a("indexer.wk.weight"), x.head_dim, c.d_model, Class::Indexer)?,
                 head_weights: self.mat(&a("indexer.weights_proj.weight"), x.n_heads, c.d_model, Class::Router)?,
@@ -329,7 +332,7 @@ impl<'a> Binder<'a> {
         let c = self.config;
         let i = c.n_layers;
         let n = |s: &str| format!("model.layers.{i}.{s}");
-        if !c.mtp || self.shards.find(&n("eh_proj.weight")).is_none() {
+        if !c.mtp || !self.shards.names().any(|name| name.starts_with(&n(""))) {
             return Ok(None);
         }
         self.mtp = true;
@@ -429,6 +432,13 @@ impl<'a> Binder<'a> {
             Dtype::U8 | Dtype::I8 => {
                 let side = format!("{name}.qs");
                 let Some(s) = self.find(&side) else { return Ok(None) };
+                // Containers store codes flat; who keeps rows must have as many as config says.
+                ensure!(
+                    t.shape.len() == 1 || t.shape[0] == rows,
+                    "{}: shape {:?}, expected one dimension or {rows} rows by config.json",
+                    at(),
+                    t.shape
+                );
                 let stamp = if class == Class::Expert { None } else { shards.stamp(name) };
                 let format = quant::infer(rows, cols, t.len(), s.len(), stamp).with_context(at)?;
                 ensure!(s.dtype == Dtype::F32, "{}: {side}: dtype {:?}, expected F32", shards.path(s).display(), s.dtype);
@@ -507,6 +517,10 @@ pub fn explain_missing(config: &Config, shards: &Shards, census: &Census, dir: O
         text += "; config.json promises a sparse attention indexer that the files lack: add the out-idx files, or pass \
                  --no-indexer, which is exact up to ";
         text += &format!("{} tokens and ends the context there", config.indexer.as_ref().map_or(0, |x| x.top_k));
+    }
+    let mtp = format!("model.layers.{}.", config.n_layers);
+    if census.missing.iter().all(|n| n.starts_with(&mtp)) {
+        text += &format!("; the MTP layer ({}) must be there whole or not at all", config.n_layers);
     }
     if shards.names().any(|n| n.ends_with("mlp.experts.gate_up_proj")) {
         text += "; the experts are fused (mlp.experts.gate_up_proj), expected one tensor per expert as published";

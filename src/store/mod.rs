@@ -250,6 +250,14 @@ impl Shards {
         Self::from_files(files.iter().map(file).collect())
     }
 
+    /// Shards over the bytes of one file; `name` stands for its path in messages.
+    ///
+    /// # Errors
+    /// The header is damaged.
+    pub fn from_bytes(name: &str, bytes: Vec<u8>) -> Result<Self> {
+        Self::from_files(vec![ShardFile { path: PathBuf::from(name), data: Data::Owned(bytes) }])
+    }
+
     fn from_files(files: Vec<ShardFile>) -> Result<Self> {
         let mut shards = Self { files: Vec::new(), tensors: HashMap::new(), stamps: HashMap::new() };
         for (i, file) in files.into_iter().enumerate() {

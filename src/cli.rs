@@ -1,0 +1,310 @@
+//! What may be typed: subcommands, flags and their help texts. No behaviour.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::kernels::{Format, Isa};
+
+/// Runs GLM-5.x models on one computer, exactly.
+#[derive(Debug, Parser)]
+#[command(name = "glm", about, disable_help_subcommand = true, arg_required_else_help = true, after_help = EXAMPLES)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  glm run \"What is the capital of France?\"           answer with the built-in demonstration model
+  glm run --model ~/GLM-5.2 --file question.txt      answer with a downloaded model
+  glm inspect ~/GLM-5.2                              what a model directory holds and lacks
+  glm score --model ~/GLM-5.2 book.txt               perplexity of a text
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.";
+
+/// Subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Answers one prompt and exits
+    Run(RunArgs),
+    /// Measures log-likelihoods: perplexity, continuations, multiple choice
+    Score(ScoreArgs),
+    /// Shows what a model directory holds and what is missing
+    Inspect(InspectArgs),
+    /// Writes a quantized container from a checkpoint
+    Convert(ConvertArgs),
+    /// Measures prefill and decode speed
+    Bench(BenchArgs),
+    /// Prints a completion script for a shell
+    Completions {
+        /// Shell to complete for
+        shell: clap_complete::Shell,
+    },
+}
+
+/// Which model, and what it computes with.
+#[derive(Debug, Args)]
+pub struct EngineArgs {
+    /// Model directory: config.json, tokenizer.json and *.safetensors. Without it, the built-in demonstration model
+    #[arg(long, env = "GLM_MODEL", value_name = "DIR", help_heading = "Model")]
+    pub model: Option<PathBuf>,
+    /// Most tokens of prompt and answer together; default is the model's own limit (memory grows with use)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Model")]
+    pub ctx: Option<u32>,
+    /// Quantize float weights while loading: int8, int4-row, int4-gN, int3, int2 or fp8
+    #[arg(long, value_name = "FORMAT", help_heading = "Model")]
+    pub quantize: Option<Format>,
+    /// Run without the sparse attention indexer; the context then ends where dense attention stops being exact
+    #[arg(long, help_heading = "Model")]
+    pub no_indexer: bool,
+    /// Activations in products with int8, int4, int3 and int2 weights
+    #[arg(long, value_enum, default_value_t = ActivationsArg::Q8, help_heading = "Compute")]
+    pub activations: ActivationsArg,
+    /// Precision of the attention cache
+    #[arg(long, value_enum, default_value_t = KvArg::F16, help_heading = "Compute")]
+    pub kv: KvArg,
+    /// Compute threads; default is one per physical core. Results do not depend on it
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "Compute")]
+    pub threads: Option<u16>,
+    /// Instruction set: portable, avx2, avx512 or avx512vnni; default is the best of this CPU. Results do not depend on it
+    #[arg(long, env = "GLM_ISA", value_name = "ISA", help_heading = "Compute")]
+    pub isa: Option<Isa>,
+    /// Print no notes, progress or statistics
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+/// Activation modes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ActivationsArg {
+    /// int8 in groups of 64, exact integer products
+    Q8,
+    /// f32, weights dequantized: slower, for comparison
+    F32,
+}
+
+/// Cache precisions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvArg {
+    /// Half precision
+    F16,
+    /// Single precision
+    F32,
+}
+
+/// `glm run`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  glm run \"Spell the word rabbit.\" --no-think
+  git diff | glm run --system \"Review this change.\" -
+  glm run --raw \"Once upon a time\" -n 200 --temperature 0.8 --seed 7
+  glm run \"List three rivers.\" --json --logprobs 5 | jq .finish_reason
+
+The answer goes to stdout, reasoning and statistics to stderr. Nothing in a prompt becomes a control token: a literal
+<|user|> is text. One line break at the end of stdin or of a file is not part of a chat prompt.")]
+pub struct RunArgs {
+    /// The prompt; `-` or nothing reads stdin
+    #[arg(value_name = "PROMPT", conflicts_with = "file")]
+    pub prompt: Option<String>,
+    /// Read the prompt from a file
+    #[arg(long, value_name = "F")]
+    pub file: Option<PathBuf>,
+    /// System message
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
+    pub system: Option<String>,
+    /// Complete the text as it is, without the chat template
+    #[arg(long)]
+    pub raw: bool,
+    /// With --raw: do not put [gMASK]<sop> before the text
+    #[arg(long, requires = "raw")]
+    pub no_prefix: bool,
+    /// Let the model think before it answers
+    #[arg(long, conflicts_with_all = ["no_think", "raw"])]
+    pub think: bool,
+    /// Answer without thinking
+    #[arg(long, conflicts_with = "raw")]
+    pub no_think: bool,
+    /// Reasoning effort, as the model's template knows it (GLM-5.2: high or max)
+    #[arg(long, value_name = "LEVEL", conflicts_with = "raw")]
+    pub effort: Option<String>,
+    /// Most tokens to generate, reasoning included
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 1024)]
+    pub max_tokens: u32,
+    /// 0 takes the likeliest token always
+    #[arg(long, value_name = "T", value_parser = number::<0, 100>, help_heading = "Sampling (defaults: generation_config.json)")]
+    pub temperature: Option<f32>,
+    /// Keep the likeliest tokens that together have probability P
+    #[arg(long, value_name = "P", value_parser = share, help_heading = "Sampling (defaults: generation_config.json)")]
+    pub top_p: Option<f32>,
+    /// Keep the K likeliest tokens; 0 is off
+    #[arg(long, value_name = "K", help_heading = "Sampling (defaults: generation_config.json)")]
+    pub top_k: Option<u32>,
+    /// Keep tokens at least P times as likely as the likeliest
+    #[arg(long, value_name = "P", value_parser = number::<0, 1>, help_heading = "Sampling (defaults: generation_config.json)")]
+    pub min_p: Option<f32>,
+    /// Penalty on the last 64 tokens; 1 is off
+    #[arg(long, value_name = "X", value_parser = penalty, help_heading = "Sampling (defaults: generation_config.json)")]
+    pub repeat_penalty: Option<f32>,
+    /// Seed of the random numbers; default is from the clock and is shown at the end
+    #[arg(long, value_name = "N", help_heading = "Sampling (defaults: generation_config.json)")]
+    pub seed: Option<u64>,
+    /// Text that ends the answer and is not part of it; may be given several times
+    #[arg(long, value_name = "TEXT", value_parser = nonempty)]
+    pub stop: Vec<String>,
+    /// Go on after the end of the turn
+    #[arg(long)]
+    pub ignore_eos: bool,
+    /// Print one JSON object with ids, text, finish reason and timings
+    #[arg(long)]
+    pub json: bool,
+    /// With --json: log-probability of every token and of the K best
+    #[arg(long, value_name = "K", requires = "json", value_parser = clap::value_parser!(u16).range(0..=100))]
+    pub logprobs: Option<u16>,
+    /// Show where the time went
+    #[arg(long)]
+    pub profile: bool,
+    /// Model and compute options.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+}
+
+/// `glm score`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Input forms (found out from the first line, or said with --input):
+  text   perplexity over windows of the text; a partial last window is left out
+  jsonl  {\"context\": …, \"continuation\": …} log-likelihoods, or
+         {\"context\": …, \"choices\": [...], \"gold\": N} accuracy, plain and normalised by the choice's length
+  ids    <ctxlen> <contlen> <id> … one result line each: <log-likelihood> <contlen> <1 if greedy>
+
+[gMASK]<sop> is put before every sequence that does not begin with it, unless --no-prefix.
+
+Examples:
+  glm score book.txt --window 2048 --stride 1024
+  glm score --model ~/GLM-5.2 questions.jsonl --json
+  printf '3 2 10 11 12 13 14\\n' | glm score -")]
+pub struct ScoreArgs {
+    /// Input file; `-` is stdin
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// Form of the input
+    #[arg(long, value_enum)]
+    pub input: Option<InputForm>,
+    /// Text: tokens per window; default 2048 or the context
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    pub window: Option<u32>,
+    /// Text: tokens from one window to the next; default is the window. A token is scored once, in the first window that holds it
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub stride: Option<u32>,
+    /// Text: read control tokens such as <|user|> in the text as such
+    #[arg(long)]
+    pub parse_special: bool,
+    /// Do not put [gMASK]<sop> before sequences
+    #[arg(long)]
+    pub no_prefix: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Model and compute options.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+}
+
+/// Forms of scoring input.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum InputForm {
+    /// Running text
+    Text,
+    /// One JSON object a line
+    Jsonl,
+    /// Token ids
+    Ids,
+}
+
+/// `glm inspect`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Reads headers only. Exit code 1 when something is missing or damaged.
+
+Example:
+  glm inspect ~/GLM-5.2 --json | jq .missing")]
+pub struct InspectArgs {
+    /// Model directory
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `glm convert`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Embedding, head and indexer become int8; router and norms stay f32; the MTP layer becomes int8. SRC must hold float or
+FP8 weights; DST must not hold a model yet. The whole result is held in memory.
+
+Example:
+  glm convert ~/GLM-5.2-FP8 ~/GLM-5.2-int4 --to int4-g64")]
+pub struct ConvertArgs {
+    /// Checkpoint directory
+    #[arg(value_name = "SRC")]
+    pub src: PathBuf,
+    /// Directory to write; made if absent
+    #[arg(value_name = "DST")]
+    pub dst: PathBuf,
+    /// Format of the large matrices: int8, int4-row, int4-gN, int3, int2 or fp8
+    #[arg(long, value_name = "FORMAT", default_value = "int4-g64")]
+    pub to: Format,
+    /// Print no progress
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+/// `glm bench`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Prompts are random ids, the same on every machine. Every figure is the median of the repeats.
+
+Example:
+  glm bench --prompt 64,512 --gen 128 --json")]
+pub struct BenchArgs {
+    /// Prompt lengths
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [64, 256], value_parser = clap::value_parser!(u32).range(1..))]
+    pub prompt: Vec<u32>,
+    /// Tokens to decode after each prompt
+    #[arg(long = "gen", value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    pub generate: u32,
+    /// Repeats
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub reps: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Model and compute options.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+}
+
+/// A number from `LOW` to `HIGH`.
+fn number<const LOW: i32, const HIGH: i32>(s: &str) -> Result<f32, String> {
+    let x = s.parse::<f32>().ok().filter(|x| (LOW as f32..=HIGH as f32).contains(x));
+    x.ok_or_else(|| format!("expected a number from {LOW} to {HIGH}"))
+}
+
+fn share(s: &str) -> Result<f32, String> {
+    let x = number::<0, 1>(s).ok().filter(|x| *x > 0.0);
+    x.ok_or_else(|| "expected a number above 0 and up to 1".to_owned())
+}
+
+fn penalty(s: &str) -> Result<f32, String> {
+    let x = number::<0, 100>(s).ok().filter(|x| *x >= 0.01);
+    x.ok_or_else(|| "expected a number from 0.01 to 100; 1 is off".to_owned())
+}
+
+fn nonempty(s: &str) -> Result<String, String> {
+    if s.is_empty() { Err("expected a text that is not empty".to_owned()) } else { Ok(s.to_owned()) }
+}

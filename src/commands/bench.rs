@@ -1,0 +1,122 @@
+//! `glm bench`: prefill and decode speed at given lengths.
+#![forbid(unsafe_code)]
+
+use std::io::Write;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use super::{Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, round};
+use crate::cli::BenchArgs;
+use crate::engine::Engine;
+use crate::sample::argmax;
+use crate::sys;
+
+/// Speeds of one prompt length over all repeats.
+struct Measured {
+    prompt: usize,
+    prefill: Vec<f64>,
+    decode: Vec<f64>,
+}
+
+/// Runs the command.
+pub(super) fn bench(args: &BenchArgs) -> Result<Outcome> {
+    let cancel = cancel_flag()?;
+    let engine = open_engine(&args.engine)?;
+    let generate = args.generate as usize;
+    let longest = args.prompt.iter().max().map_or(0, |&n| n as usize) + generate;
+    if longest > engine.context() {
+        return Err(Usage(format!("prompt and generated tokens are {longest} together, the context is {}", engine.context())).into());
+    }
+    let bar = progress_bar(args.engine.quiet, Some(args.prompt.len() as u64 * u64::from(args.reps + 1)), "measuring");
+    let mut rows = Vec::new();
+    for &prompt in &args.prompt {
+        let mut m = Measured { prompt: prompt as usize, prefill: Vec::new(), decode: Vec::new() };
+        // The first repeat warms caches up and is not counted.
+        for rep in 0..=args.reps {
+            let (prefill, decode) = measure(&engine, prompt as usize, generate)?;
+            if cancel.load(Ordering::Relaxed) {
+                bar.finish_and_clear();
+                return Ok(Outcome::Interrupted);
+            }
+            if rep > 0 {
+                m.prefill.push(prefill);
+                m.decode.push(decode);
+            }
+            bar.inc(1);
+        }
+        m.prefill.sort_by(f64::total_cmp);
+        m.decode.sort_by(f64::total_cmp);
+        rows.push(m);
+    }
+    bar.finish_and_clear();
+    if args.json {
+        print_json(&report_json(&engine, args, &rows))?;
+    } else {
+        let text = report(&engine, args, &rows);
+        std::io::stdout().write_all(text.as_bytes()).context("cannot write to stdout")?;
+    }
+    Ok(Outcome::Done)
+}
+
+/// Tokens per second of one prefill and of one greedy decode after it.
+fn measure(engine: &Engine, prompt: usize, generate: usize) -> Result<(f64, f64)> {
+    let ids = random_ids(prompt, engine.model.config.vocab);
+    let mut session = engine.session();
+    let started = Instant::now();
+    session.prefill(engine, &ids, None, None)?;
+    let prefill = started.elapsed().as_secs_f64();
+    let started = Instant::now();
+    for _ in 0..generate {
+        let id = argmax(session.logits());
+        session.push(engine, id, None)?;
+    }
+    Ok((rate(prompt, prefill), rate(generate, started.elapsed().as_secs_f64())))
+}
+
+/// Ids from a fixed generator (xorshift64*).
+fn random_ids(n: usize, vocab: usize) -> Vec<u32> {
+    let mut state = 0x9E37_79B9_7F4A_7C15u64;
+    let next = |_| {
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        ((state.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33) % vocab as u64) as u32
+    };
+    (0..n).map(next).collect()
+}
+
+fn median(sorted: &[f64]) -> f64 {
+    let n = sorted.len();
+    if n == 0 { 0.0 } else { (sorted[(n - 1) / 2] + sorted[n / 2]) / 2.0 }
+}
+
+fn report(engine: &Engine, args: &BenchArgs, rows: &[Measured]) -> String {
+    let mut s = format!("{}; {}; median (min–max) of {}\n", sys::cpu_name(), engine.describe_compute(), args.reps);
+    s += &format!("{:>7} {:>6}  {:>28}  {:>28}\n", "prompt", "gen", "prefill tok/s", "decode tok/s");
+    let span = |v: &[f64]| format!("{:.1} ({:.1}–{:.1})", median(v), v[0], v[v.len() - 1]);
+    for m in rows {
+        s += &format!("{:>7} {:>6}  {:>28}  {:>28}\n", m.prompt, args.generate, span(&m.prefill), span(&m.decode));
+    }
+    s
+}
+
+fn report_json(engine: &Engine, args: &BenchArgs, rows: &[Measured]) -> Value {
+    let span = |v: &[f64]| json!({"median": round(median(v), 2), "min": round(v[0], 2), "max": round(v[v.len() - 1], 2)});
+    let rows: Vec<Value> = rows
+        .iter()
+        .map(|m| json!({"prompt": m.prompt, "gen": args.generate, "prefill_tok_s": span(&m.prefill), "decode_tok_s": span(&m.decode)}))
+        .collect();
+    json!({
+        "version": super::version(),
+        "cpu": sys::cpu_name(),
+        "model": engine.dir.as_ref().map_or_else(|| "built-in".to_owned(), |d| d.display().to_string()),
+        "kernels": engine.model.compute.kernels.isa().name(),
+        "threads": engine.model.compute.pool.threads(),
+        "reps": args.reps,
+        "peak_rss_bytes": sys::peak_rss_bytes(),
+        "rows": rows,
+    })
+}

@@ -1,0 +1,191 @@
+//! The subcommands: thin front ends over the engine. Only here is anything printed, and only here is stdin read.
+//!
+//! stdout carries the product; notes, progress and statistics go to stderr. Progress is shown on terminals only.
+
+mod bench;
+mod convert;
+mod inspect;
+mod run;
+mod score;
+
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::CommandFactory;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::cli::{ActivationsArg, Cli, Command, EngineArgs, KvArg};
+use crate::engine::{Engine, Options};
+use crate::kernels::{Activations, Isa};
+use crate::model::kv::KvType;
+
+/// How a command ended that did not fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Everything was done.
+    Done,
+    /// The report is complete, but what it reports on is not.
+    Incomplete,
+    /// Ctrl-C.
+    Interrupted,
+}
+
+/// Wrong usage that the argument parser cannot see: exit code 2.
+#[derive(Debug)]
+pub struct Usage(pub String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+/// Runs one subcommand.
+///
+/// # Errors
+/// What the command could not do; a [`Usage`] for wrong usage.
+pub fn dispatch(command: Command) -> Result<Outcome> {
+    match command {
+        Command::Run(args) => run::run(&args),
+        Command::Score(args) => score::score(&args),
+        Command::Inspect(args) => inspect::inspect(&args),
+        Command::Convert(args) => convert::convert(&args),
+        Command::Bench(args) => bench::bench(&args),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "glm", &mut std::io::stdout());
+            Ok(Outcome::Done)
+        }
+    }
+}
+
+/// Version, commit and the kernels that this CPU can run, the one in use first.
+pub fn version() -> &'static str {
+    static VERSION: OnceLock<String> = OnceLock::new();
+    VERSION.get_or_init(|| {
+        let mut isas: Vec<String> = Isa::available().iter().rev().map(ToString::to_string).collect();
+        isas[0] += " (in use)";
+        format!("{} (commit {}), kernels: {}", env!("CARGO_PKG_VERSION"), env!("GLM_COMMIT"), isas.join(", "))
+    })
+}
+
+/// Prints an error with its causes on one line, and its hint on the next.
+pub fn print_error(e: &anyhow::Error) {
+    stderr_line(&format!("error: {e:#}"));
+}
+
+/// Whether an error is a vanished reader of stdout.
+pub fn is_broken_pipe(e: &anyhow::Error) -> bool {
+    e.chain().any(|c| c.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe))
+}
+
+/// Writes one line to stderr; a closed stderr is nobody's failure.
+fn stderr_line(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// The flag that Ctrl-C sets. A second Ctrl-C ends the process at once.
+fn cancel_flag() -> Result<&'static AtomicBool> {
+    static FLAG: AtomicBool = AtomicBool::new(false);
+    ctrlc::set_handler(|| {
+        if FLAG.swap(true, Ordering::Relaxed) {
+            #[expect(clippy::exit, reason = "the second Ctrl-C must not wait for anything")]
+            std::process::exit(130);
+        }
+    })
+    .context("cannot install the Ctrl-C handler")?;
+    Ok(&FLAG)
+}
+
+/// Opens the model that the arguments name, or the built-in one with a note.
+fn open_engine(args: &EngineArgs) -> Result<Engine> {
+    let options = Options {
+        threads: args.threads.map(usize::from),
+        isa: args.isa,
+        activations: match args.activations {
+            ActivationsArg::Q8 => Activations::Q8,
+            ActivationsArg::F32 => Activations::F32,
+        },
+        kv: match args.kv {
+            KvArg::F16 => KvType::F16,
+            KvArg::F32 => KvType::F32,
+        },
+        ctx: args.ctx.map(|n| n as usize),
+        quantize: args.quantize,
+        no_indexer: args.no_indexer,
+    };
+    let Some(dir) = &args.model else {
+        if !args.quiet {
+            stderr_line(
+                "note: this is the built-in demonstration model (12 M parameters, it invents and cannot calculate); \
+                 for GLM-5.2 download a checkpoint and pass --model DIR (see README.md)",
+            );
+        }
+        return Engine::builtin(&options);
+    };
+    let spinner = progress_bar(args.quiet, None, &format!("loading {}", dir.display()));
+    let engine = Engine::open(dir, &options);
+    spinner.finish_and_clear();
+    engine
+}
+
+/// A progress bar on stderr, hidden where stderr is no terminal. `len` of `None` makes a spinner.
+fn progress_bar(quiet: bool, len: Option<u64>, message: &str) -> ProgressBar {
+    if quiet || !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let bar = match len {
+        Some(n) => ProgressBar::new(n).with_style(style("{msg} {wide_bar} {pos}/{len} {eta}")),
+        None => ProgressBar::new_spinner().with_style(style("{spinner} {msg} {elapsed}")),
+    };
+    bar.set_draw_target(ProgressDrawTarget::stderr());
+    bar.set_message(message.to_owned());
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
+}
+
+/// Text of a file, or of stdin for `-`.
+fn read_text(path: &Path) -> Result<String> {
+    if path == Path::new("-") {
+        return std::io::read_to_string(std::io::stdin()).context("cannot read stdin as UTF-8 text");
+    }
+    std::fs::read_to_string(path).with_context(|| format!("cannot read {} as UTF-8 text", path.display()))
+}
+
+/// Writes one line of JSON to stdout.
+fn print_json(value: &serde_json::Value) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{value}").and_then(|()| out.flush()).context("cannot write to stdout")
+}
+
+/// Tokens per second, 0 when nothing was timed.
+fn rate(tokens: usize, seconds: f64) -> f64 {
+    if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 }
+}
+
+/// `x` rounded to `digits` decimals, for JSON.
+fn round(x: f64, digits: i32) -> f64 {
+    let k = 10f64.powi(digits);
+    (x * k).round() / k
+}
+
+/// Bytes with a binary unit.
+fn human_bytes(n: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut x = n as f64;
+    let mut u = 0;
+    while x >= 1024.0 && u + 1 < units.len() {
+        x /= 1024.0;
+        u += 1;
+    }
+    if u == 0 { format!("{n} B") } else { format!("{x:.1} {}", units[u]) }
+}

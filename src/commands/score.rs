@@ -1,0 +1,386 @@
+//! `glm score`: teacher-forced log-likelihoods of texts, continuations, choices and id lists.
+#![forbid(unsafe_code)]
+
+use std::io::Write;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use super::{Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, read_text, round, stderr_line};
+use crate::cli::{InputForm, ScoreArgs};
+use crate::engine::{Engine, Session};
+use crate::model::Cancelled;
+use crate::sample::{argmax, logprob};
+use crate::sys;
+
+/// Tokens per window of a text when nothing is said.
+const WINDOW: usize = 2048;
+
+/// Runs the command.
+pub(super) fn score(args: &ScoreArgs) -> Result<Outcome> {
+    let input = read_text(&args.file)?;
+    let form = args.input.unwrap_or_else(|| detect(&input));
+    let text_only = [("--window", args.window.is_some()), ("--stride", args.stride.is_some()), ("--parse-special", args.parse_special)];
+    if let (true, Some((flag, _))) = (form != InputForm::Text, text_only.iter().find(|(_, set)| *set)) {
+        return Err(Usage(format!("{flag} applies to running text, but the input is {form:?}").to_lowercase()).into());
+    }
+    let cancel = cancel_flag()?;
+    let engine = open_engine(&args.engine)?;
+    let mut scorer = Scorer { engine: &engine, session: engine.session(), args, cancel, sum: Sum::default() };
+    let result = match form {
+        InputForm::Text => scorer.text(&input),
+        InputForm::Jsonl => scorer.jsonl(&input),
+        InputForm::Ids => scorer.id_lines(&input),
+    };
+    match result {
+        Err(e) if e.is::<Cancelled>() => Ok(Outcome::Interrupted),
+        other => other.map(|()| Outcome::Done),
+    }
+}
+
+/// The form of the input, from its first line that is not blank.
+fn detect(input: &str) -> InputForm {
+    let Some(line) = input.lines().map(str::trim).find(|l| !l.is_empty()) else { return InputForm::Text };
+    if line.starts_with('{') && serde_json::from_str::<Value>(line).is_ok_and(|v| v.get("context").is_some()) {
+        return InputForm::Jsonl;
+    }
+    let fields: Option<Vec<i64>> = line.split_ascii_whitespace().map(|f| f.parse().ok()).collect();
+    match fields.as_deref() {
+        Some([ctx, cont, ids @ ..]) if ctx.checked_add(*cont) == Some(ids.len() as i64) => InputForm::Ids,
+        _ => InputForm::Text,
+    }
+}
+
+/// What was scored so far.
+#[derive(Default)]
+struct Sum {
+    /// Log-likelihood in nats.
+    logprob: f64,
+    /// Scored tokens.
+    tokens: usize,
+    /// Bytes of the scored tokens' text.
+    bytes: usize,
+    /// Tokens that went through the model.
+    processed: usize,
+}
+
+/// Log-likelihood of the last tokens of one sequence.
+struct Scored {
+    logprob: f64,
+    tokens: usize,
+    /// Every scored token was the likeliest.
+    greedy: bool,
+}
+
+struct Scorer<'a> {
+    engine: &'a Engine,
+    session: Session,
+    args: &'a ScoreArgs,
+    cancel: &'a AtomicBool,
+    sum: Sum,
+}
+
+impl Scorer<'_> {
+    /// Ids of `[gMASK]<sop>`, unless they are not wanted, not known, or already at the front of `ids`.
+    fn prefix_for(&self, ids: &[u32]) -> Vec<u32> {
+        let prefix = self.engine.tokenizer.prefix().filter(|p| !self.args.no_prefix && !ids.starts_with(p));
+        prefix.into_iter().flatten().collect()
+    }
+
+    /// Log-likelihood of `ids[from..]` given what is before. `from` is at least 1.
+    fn sequence(&mut self, ids: &[u32], from: usize) -> Result<Scored> {
+        let vocab = self.engine.model.config.vocab;
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
+            bail!("token id {id} is out of range, the vocabulary has {vocab} ids");
+        }
+        let mut scored = Scored { logprob: 0.0, tokens: ids.len() - from, greedy: true };
+        if scored.tokens == 0 {
+            return Ok(scored);
+        }
+        // A prefix that the last sequence had too keeps its cache: same rows, same bits.
+        let input = &ids[..ids.len() - 1];
+        let held = self.session.tokens();
+        let common = held.iter().zip(input).take_while(|(a, b)| a == b).count().min(from - 1);
+        self.session.rewind(common);
+        self.session.score(
+            self.engine,
+            &input[common..],
+            from - 1 - common,
+            |i, logits| {
+                let target = ids[common + i + 1];
+                scored.logprob += logprob(logits, target);
+                scored.greedy &= argmax(logits) == target;
+                Ok(())
+            },
+            Some(self.cancel),
+        )?;
+        self.sum.processed += input.len() - common;
+        self.sum.logprob += scored.logprob;
+        self.sum.tokens += scored.tokens;
+        self.sum.bytes += ids[from..].iter().map(|&id| self.engine.tokenizer.token_bytes(id).len()).sum::<usize>();
+        Ok(scored)
+    }
+
+    fn text(&mut self, text: &str) -> Result<()> {
+        let tokenizer = &self.engine.tokenizer;
+        let ids = if self.args.parse_special { tokenizer.encode(&escape_marker(text))? } else { tokenizer.encode_text(text)? };
+        let room = self.engine.context().saturating_sub(if self.args.no_prefix { 0 } else { 2 });
+        let window = self.args.window.map_or(WINDOW.min(room), |w| w as usize);
+        if window > room {
+            return Err(Usage(format!("--window {window} exceeds the context, which holds {room} tokens")).into());
+        }
+        let stride = self.args.stride.map_or(window, |s| s as usize);
+        if stride > window {
+            return Err(Usage(format!("--stride {stride} is longer than the window of {window}: tokens would be left out")).into());
+        }
+        ensure!(ids.len() > 1, "{}: {} tokens, nothing to score", self.args.file.display(), ids.len());
+
+        // Whole windows, or the whole text if it is shorter than one.
+        let starts: Vec<usize> = if ids.len() < window { vec![0] } else { (0..=ids.len() - window).step_by(stride).collect() };
+        let bar = progress_bar(self.args.engine.quiet, Some(starts.len() as u64), "scoring");
+        let started = Instant::now();
+        let mut scored_to = 0;
+        for &start in &starts {
+            let end = (start + window).min(ids.len());
+            let mut sequence = self.prefix_for(&ids[start..end]);
+            let prefix = sequence.len();
+            sequence.extend_from_slice(&ids[start..end]);
+            // Without a prefix the first token of a window has nothing before it.
+            let from = (prefix + scored_to.max(start) - start).max(1);
+            self.sequence(&sequence, from)?;
+            scored_to = end;
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        let mut report = self.report(started.elapsed().as_secs_f64());
+        report["input"] = "text".into();
+        report["windows"] = starts.len().into();
+        report["window"] = window.into();
+        report["stride"] = stride.into();
+        report["text_tokens"] = ids.len().into();
+        self.print(&report, &[])
+    }
+
+    fn jsonl(&mut self, input: &str) -> Result<()> {
+        let rows: Vec<(usize, &str)> = input.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()).collect();
+        let bar = progress_bar(self.args.engine.quiet, Some(rows.len() as u64), "scoring");
+        let started = Instant::now();
+        let (mut results, mut choices, mut correct, mut correct_norm) = (Vec::new(), 0usize, 0usize, 0usize);
+        for (line, row) in &rows {
+            let at = || format!("{}: line {}", self.args.file.display(), line + 1);
+            let row: Row = parse_row(row).with_context(at)?;
+            let value = match row {
+                Row::Continuation { context, continuation } => {
+                    let s = self.continuation(&context, &continuation).with_context(|| format!("line {}", line + 1))?;
+                    json!({"logprob": round(s.logprob, 6), "tokens": s.tokens, "greedy": s.greedy})
+                }
+                Row::Choices { context, choices: list, gold } => {
+                    let mut scores = Vec::new();
+                    for choice in &list {
+                        scores.push(self.continuation(&context, choice).with_context(|| format!("line {}", line + 1))?.logprob);
+                    }
+                    let norm: Vec<f64> = scores.iter().zip(&list).map(|(s, c)| s / c.chars().count().max(1) as f64).collect();
+                    let (best, best_norm) = (best(&scores), best(&norm));
+                    choices += 1;
+                    correct += usize::from(best == gold);
+                    correct_norm += usize::from(best_norm == gold);
+                    let logprobs: Vec<f64> = scores.iter().map(|s| round(*s, 6)).collect();
+                    json!({"logprobs": logprobs, "choice": best, "choice_norm": best_norm, "gold": gold})
+                }
+            };
+            results.push(value);
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        ensure!(!results.is_empty(), "{}: no row to score", self.args.file.display());
+        let mut report = self.report(started.elapsed().as_secs_f64());
+        report["input"] = "jsonl".into();
+        report["rows"] = results.len().into();
+        if choices > 0 {
+            report["accuracy"] = round(correct as f64 / choices as f64, 6).into();
+            report["accuracy_norm"] = round(correct_norm as f64 / choices as f64, 6).into();
+        }
+        self.print(&report, &results)
+    }
+
+    /// Ids are those of the joined text, split where the context's own ids end; spaces at the end of the context
+    /// belong to the continuation, where the tokenizer puts them.
+    fn continuation(&mut self, context: &str, continuation: &str) -> Result<Scored> {
+        let trimmed = context.trim_end();
+        let joined = format!("{context}{continuation}");
+        let tokenizer = &self.engine.tokenizer;
+        let (context_ids, ids) = (tokenizer.encode_text(trimmed)?, tokenizer.encode_text(&joined)?);
+        let mut sequence = self.prefix_for(&ids);
+        let from = sequence.len() + context_ids.len();
+        sequence.extend(ids);
+        ensure!(from > 0, "an empty context without a prefix leaves the first token without anything before it");
+        ensure!(from < sequence.len(), "the continuation has no token of its own");
+        self.sequence(&sequence, from)
+    }
+
+    /// The id form: one result line for each input line, nothing else on stdout.
+    fn id_lines(&mut self, input: &str) -> Result<()> {
+        let lines: Vec<&str> = input.lines().collect();
+        let bar = progress_bar(self.args.engine.quiet, Some(lines.len() as u64), "scoring");
+        let started = Instant::now();
+        let mut out = std::io::stdout().lock();
+        let mut results = Vec::new();
+        for (n, line) in lines.iter().enumerate() {
+            let at = format!("{}: line {}", self.args.file.display(), n + 1);
+            let fields = line.split_ascii_whitespace().map(str::parse).collect::<Result<Vec<i64>, _>>();
+            let fields = fields.with_context(|| format!("{at}: expected integers: <ctxlen> <contlen> <id> …"))?;
+            let [ctx, cont, ids @ ..] = fields.as_slice() else {
+                bail!("{at}: {} fields, expected <ctxlen> <contlen> <id> …", fields.len())
+            };
+            let total = ctx.saturating_add(*cont);
+            let scored = if total <= 0 || *ctx < 1 || *cont < 0 {
+                Scored { logprob: 0.0, tokens: 0, greedy: false }
+            } else {
+                ensure!(total == ids.len() as i64, "{at}: {ctx} + {cont} ids announced, {} found", ids.len());
+                let ids = ids
+                    .iter()
+                    .map(|&id| u32::try_from(id).with_context(|| format!("{at}: token id {id} is out of range")))
+                    .collect::<Result<Vec<u32>>>()?;
+                let mut sequence = self.prefix_for(&ids);
+                let from = sequence.len() + *ctx as usize;
+                sequence.extend(ids);
+                self.sequence(&sequence, from).with_context(|| at.clone())?
+            };
+            if self.args.json {
+                results.push(json!({"logprob": round(scored.logprob, 6), "tokens": scored.tokens, "greedy": scored.greedy}));
+            } else if total <= 0 || *ctx < 1 || *cont < 0 {
+                writeln!(out, "0 0 0").context("cannot write to stdout")?;
+            } else {
+                writeln!(out, "{:.6} {} {}", scored.logprob, scored.tokens, u8::from(scored.greedy)).context("cannot write to stdout")?;
+            }
+            out.flush().context("cannot write to stdout")?;
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        drop(out);
+        let mut report = self.report(started.elapsed().as_secs_f64());
+        report["input"] = "ids".into();
+        report["rows"] = lines.len().into();
+        if self.args.json {
+            return self.print(&report, &results);
+        }
+        if !self.args.engine.quiet {
+            stderr_line(&self.summary(&report));
+        }
+        Ok(())
+    }
+
+    fn report(&self, seconds: f64) -> Value {
+        let s = &self.sum;
+        let nats = if s.tokens > 0 { -s.logprob / s.tokens as f64 } else { 0.0 };
+        let bits = if s.bytes > 0 { -s.logprob / std::f64::consts::LN_2 / s.bytes as f64 } else { 0.0 };
+        json!({
+            "tokens": s.tokens,
+            "bytes": s.bytes,
+            "logprob": round(s.logprob, 6),
+            "nats_per_token": round(nats, 6),
+            "perplexity": round(nats.exp(), 6),
+            "bits_per_byte": round(bits, 6),
+            "processed_tokens": s.processed,
+            "seconds": round(seconds, 3),
+            "tok_s": round(rate(s.processed, seconds), 2),
+        })
+    }
+
+    fn summary(&self, r: &Value) -> String {
+        let f = |key: &str| r[key].as_f64().unwrap_or(0.0);
+        let mut s = format!(
+            "perplexity {:.4}, {:.4} nats/token, {:.4} bits/byte over {} tokens, {:.1} tok/s, {}",
+            f("perplexity"),
+            f("nats_per_token"),
+            f("bits_per_byte"),
+            self.sum.tokens,
+            f("tok_s"),
+            self.engine.describe_compute()
+        );
+        if r.get("accuracy").is_some() {
+            s = format!("accuracy {:.4}, length-normalised {:.4} over {} rows; {s}", f("accuracy"), f("accuracy_norm"), r["rows"]);
+        }
+        s
+    }
+
+    /// The report on stdout: one line, or JSON with the rows.
+    fn print(&self, report: &Value, rows: &[Value]) -> Result<()> {
+        if self.args.json {
+            let mut v = report.clone();
+            v["model"] = self.engine.dir.as_ref().map_or_else(|| "built-in".to_owned(), |d| d.display().to_string()).into();
+            v["kernels"] = self.engine.model.compute.kernels.isa().name().into();
+            v["cpu"] = sys::cpu_name().into();
+            if !rows.is_empty() {
+                v["results"] = rows.into();
+            }
+            return print_json(&v);
+        }
+        writeln!(std::io::stdout(), "{}", self.summary(report)).context("cannot write to stdout")
+    }
+}
+
+/// Text whose control tokens are meant: only the tokenizer's own escape marker must stay text.
+fn escape_marker(text: &str) -> String {
+    text.replace('\u{FDD0}', "\u{FDD0}\u{FDD1}")
+}
+
+enum Row {
+    Continuation { context: String, continuation: String },
+    Choices { context: String, choices: Vec<String>, gold: usize },
+}
+
+fn parse_row(line: &str) -> Result<Row> {
+    let v: Value = serde_json::from_str(line).context("not valid JSON")?;
+    let text = |key: &str| v.get(key).and_then(Value::as_str).map(str::to_owned).with_context(|| format!("no text `{key}`"));
+    let context = text("context")?;
+    let Some(choices) = v.get("choices") else {
+        return Ok(Row::Continuation { context, continuation: text("continuation").context("neither `choices` nor `continuation`")? });
+    };
+    let list: Option<Vec<String>> = choices.as_array().map(|a| a.iter().map(|c| c.as_str().map(str::to_owned)).collect()).unwrap_or_default();
+    let choices = list.filter(|c| !c.is_empty()).context("`choices` is not a list of texts")?;
+    let gold = v.get("gold").and_then(Value::as_u64).map(|g| g as usize).filter(|g| *g < choices.len());
+    let gold = gold.with_context(|| format!("`gold` is not a number from 0 to {}", choices.len() - 1))?;
+    Ok(Row::Choices { context, choices, gold })
+}
+
+/// Index of the largest value, the first on a tie.
+fn best(values: &[f64]) -> usize {
+    let mut best = 0;
+    for (i, v) in values.iter().enumerate() {
+        if *v > values[best] {
+            best = i;
+        }
+    }
+    best
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_form_is_found_out() {
+        assert_eq!(detect("{\"context\": \"a\", \"continuation\": \"b\"}\n"), InputForm::Jsonl);
+        assert_eq!(detect("\n2 1 5 6 7\n"), InputForm::Ids);
+        assert_eq!(detect("2 1 5 6\n"), InputForm::Text, "the count does not fit");
+        assert_eq!(detect("{ braces in prose"), InputForm::Text);
+        assert_eq!(detect(""), InputForm::Text);
+    }
+
+    #[test]
+    fn damaged_rows_are_explained() {
+        for (row, word) in [
+            ("{", "not valid JSON"),
+            ("{\"context\": 3}", "`context`"),
+            ("{\"context\": \"a\"}", "neither"),
+            ("{\"context\": \"a\", \"choices\": []}", "`choices`"),
+            ("{\"context\": \"a\", \"choices\": [\"b\"], \"gold\": 1}", "`gold`"),
+        ] {
+            let e = format!("{:#}", parse_row(row).err().unwrap());
+            assert!(e.contains(word), "{row}: {e}");
+        }
+    }
+}
