@@ -11,7 +11,8 @@ fn main() {
     // Only this project's own repository counts, not one that a source archive was unpacked into.
     let here = std::env::var("CARGO_MANIFEST_DIR").unwrap_or_default();
     let top = git(&["rev-parse", "--show-toplevel"]);
-    let ours = top.is_some_and(|t| Path::new(&t).canonicalize().ok() == Path::new(&here).canonicalize().ok());
+    let ours = top
+        .is_some_and(|t| Path::new(&t).canonicalize().ok() == Path::new(&here).canonicalize().ok());
     let commit = if ours { git(&["rev-parse", "--short=12", "HEAD"]) } else { None };
     println!("cargo:rustc-env=GLM_COMMIT={}", commit.as_deref().unwrap_or("unknown"));
     println!("cargo:rerun-if-changed=build.rs");

@@ -135,19 +135,19 @@ pub struct RunArgs {
     #[arg(short = 'n', long, value_name = "N", default_value_t = 1024)]
     pub max_tokens: u32,
     /// 0 takes the likeliest token always
-    #[arg(long, value_name = "T", value_parser = number::<0, 100>, help_heading = "Sampling (defaults: generation_config.json)")]
+    #[arg(long, allow_negative_numbers = true, value_name = "T", value_parser = number::<0, 100>, help_heading = "Sampling (defaults: generation_config.json)")]
     pub temperature: Option<f32>,
     /// Keep the likeliest tokens that together have probability P
-    #[arg(long, value_name = "P", value_parser = share, help_heading = "Sampling (defaults: generation_config.json)")]
+    #[arg(long, allow_negative_numbers = true, value_name = "P", value_parser = share, help_heading = "Sampling (defaults: generation_config.json)")]
     pub top_p: Option<f32>,
     /// Keep the K likeliest tokens; 0 is off
     #[arg(long, value_name = "K", help_heading = "Sampling (defaults: generation_config.json)")]
     pub top_k: Option<u32>,
     /// Keep tokens at least P times as likely as the likeliest
-    #[arg(long, value_name = "P", value_parser = number::<0, 1>, help_heading = "Sampling (defaults: generation_config.json)")]
+    #[arg(long, allow_negative_numbers = true, value_name = "P", value_parser = number::<0, 1>, help_heading = "Sampling (defaults: generation_config.json)")]
     pub min_p: Option<f32>,
     /// Penalty on the last 64 tokens; 1 is off
-    #[arg(long, value_name = "X", value_parser = penalty, help_heading = "Sampling (defaults: generation_config.json)")]
+    #[arg(long, allow_negative_numbers = true, value_name = "X", value_parser = penalty, help_heading = "Sampling (defaults: generation_config.json)")]
     pub repeat_penalty: Option<f32>,
     /// Seed of the random numbers; default is from the clock and is shown at the end
     #[arg(long, value_name = "N", help_heading = "Sampling (defaults: generation_config.json)")]
@@ -306,5 +306,9 @@ fn penalty(s: &str) -> Result<f32, String> {
 }
 
 fn nonempty(s: &str) -> Result<String, String> {
-    if s.is_empty() { Err("expected a text that is not empty".to_owned()) } else { Ok(s.to_owned()) }
+    if s.is_empty() {
+        Err("expected a text that is not empty".to_owned())
+    } else {
+        Ok(s.to_owned())
+    }
 }

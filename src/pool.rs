@@ -89,7 +89,9 @@ impl Pool {
         let body: &(dyn Fn(usize) + Sync) = &body;
         // SAFETY: only the lifetime is erased. The closure outlives every use: this function does not return or unwind
         // before the section is closed and empty, and workers touch the pointer only while inside.
-        let job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(body) };
+        let job = unsafe {
+            std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(body)
+        };
         // SAFETY: the section is closed and empty (the last call ended so), so no worker reads `job`.
         unsafe { *s.job.get() = Some((std::ptr::from_ref(job), tasks)) };
         s.next.store(0, Ordering::Relaxed);
@@ -125,9 +127,19 @@ impl Pool {
     ///
     /// Bands are the row ranges between consecutive `bounds` (ascending, the last at most the number of rows); each
     /// band is cut into column chunks of `chunk`. Empty bands are skipped.
-    pub fn par_tiles(&self, y: &mut [f32], stride: usize, bounds: &[usize], chunk: usize, body: impl Fn(usize, TileMut) + Sync) {
+    pub fn par_tiles(
+        &self,
+        y: &mut [f32],
+        stride: usize,
+        bounds: &[usize],
+        chunk: usize,
+        body: impl Fn(usize, TileMut) + Sync,
+    ) {
         assert!(stride > 0 && chunk > 0, "a tile has at least one column");
-        assert!(bounds.is_sorted() && bounds.last().is_none_or(|&b| b * stride <= y.len()), "bands lie inside y");
+        assert!(
+            bounds.is_sorted() && bounds.last().is_none_or(|&b| b * stride <= y.len()),
+            "bands lie inside y"
+        );
         let chunks = stride.div_ceil(chunk);
         let bands = bounds.len().saturating_sub(1);
         let base = SendPtr(y.as_mut_ptr());
@@ -219,7 +231,12 @@ fn worker(s: &Shared) {
         seen = state >> 32;
         // Enter if the section is still open and still this one.
         while state >> 32 == seen && state & OPEN != 0 {
-            match s.state.compare_exchange_weak(state, state + 1, Ordering::AcqRel, Ordering::Acquire) {
+            match s.state.compare_exchange_weak(
+                state,
+                state + 1,
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            ) {
                 Ok(_) => {
                     // SAFETY: inside an open section: `par` wrote the job before opening and waits for this worker.
                     if let Some((body, tasks)) = unsafe { *s.job.get() } {
@@ -260,7 +277,10 @@ mod tests {
                 pool.par(tasks, |i| {
                     hits[i].fetch_add(1, Ordering::Relaxed);
                 });
-                assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1), "{threads} threads, {tasks} tasks");
+                assert!(
+                    hits.iter().all(|h| h.load(Ordering::Relaxed) == 1),
+                    "{threads} threads, {tasks} tasks"
+                );
             }
         }
     }
@@ -274,7 +294,8 @@ mod tests {
                 t.row(i).iter_mut().for_each(|v| *v += band as f32 + 1.0);
             }
         });
-        let want: Vec<f32> = (0..7).flat_map(|r| vec![[1., 1., 3., 3., 3., 3., 0.][r]; 10]).collect();
+        let want: Vec<f32> =
+            (0..7).flat_map(|r| vec![[1., 1., 3., 3., 3., 3., 0.][r]; 10]).collect();
         assert_eq!(y, want);
     }
 

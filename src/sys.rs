@@ -1,6 +1,7 @@
 //! What differs between operating systems: cores this process may use, peak memory.
 //!
 //! Everything here has a portable fallback; nothing here knows the model.
+#![forbid(unsafe_code)]
 
 /// Number of compute threads to use by default: the physical cores this process may run on.
 ///

@@ -28,9 +28,17 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Outcome> {
     let generate = args.generate as usize;
     let longest = args.prompt.iter().max().map_or(0, |&n| n as usize) + generate;
     if longest > engine.context() {
-        return Err(Usage(format!("prompt and generated tokens are {longest} together, the context is {}", engine.context())).into());
+        return Err(Usage(format!(
+            "prompt and generated tokens are {longest} together, the context is {}",
+            engine.context()
+        ))
+        .into());
     }
-    let bar = progress_bar(args.engine.quiet, Some(args.prompt.len() as u64 * u64::from(args.reps + 1)), "measuring");
+    let bar = progress_bar(
+        args.engine.quiet,
+        Some(args.prompt.len() as u64 * u64::from(args.reps + 1)),
+        "measuring",
+    );
     let mut rows = Vec::new();
     for &prompt in &args.prompt {
         let mut m = Measured { prompt: prompt as usize, prefill: Vec::new(), decode: Vec::new() };
@@ -94,11 +102,23 @@ fn median(sorted: &[f64]) -> f64 {
 }
 
 fn report(engine: &Engine, args: &BenchArgs, rows: &[Measured]) -> String {
-    let mut s = format!("{}; {}; median (min–max) of {}\n", sys::cpu_name(), engine.describe_compute(), args.reps);
-    s += &format!("{:>7} {:>6}  {:>28}  {:>28}\n", "prompt", "gen", "prefill tok/s", "decode tok/s");
+    let mut s = format!(
+        "{}; {}; median (min–max) of {}\n",
+        sys::cpu_name(),
+        engine.describe_compute(),
+        args.reps
+    );
+    s +=
+        &format!("{:>7} {:>6}  {:>28}  {:>28}\n", "prompt", "gen", "prefill tok/s", "decode tok/s");
     let span = |v: &[f64]| format!("{:.1} ({:.1}–{:.1})", median(v), v[0], v[v.len() - 1]);
     for m in rows {
-        s += &format!("{:>7} {:>6}  {:>28}  {:>28}\n", m.prompt, args.generate, span(&m.prefill), span(&m.decode));
+        s += &format!(
+            "{:>7} {:>6}  {:>28}  {:>28}\n",
+            m.prompt,
+            args.generate,
+            span(&m.prefill),
+            span(&m.decode)
+        );
     }
     s
 }

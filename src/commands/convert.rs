@@ -21,8 +21,13 @@ use crate::store::{Shards, quant};
 /// A file is closed at the next layer once it holds this much.
 const SHARD_BYTES: usize = 4 << 30;
 /// Files that are copied when they exist.
-const SIDE_FILES: [&str; 5] =
-    ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
+const SIDE_FILES: [&str; 5] = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+];
 
 /// Runs the command.
 pub(super) fn convert(args: &ConvertArgs) -> Result<Outcome> {
@@ -35,7 +40,12 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<Outcome> {
         bail!("{}", weights::explain_missing(&config, &shards, &census, Some(src)));
     }
     if let Some(f) = census.found.iter().find(|f| f.format.is_integer()) {
-        bail!("{}: {} is already {}; convert from the published float or FP8 checkpoint", src.display(), f.name, f.format);
+        bail!(
+            "{}: {} is already {}; convert from the published float or FP8 checkpoint",
+            src.display(),
+            f.name,
+            f.format
+        );
     }
     prepare_destination(dst)?;
 
@@ -68,22 +78,34 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<Outcome> {
     for name in SIDE_FILES {
         let from = src.join(name);
         if from.exists() {
-            std::fs::copy(&from, dst.join(name)).with_context(|| format!("cannot copy {} to {}", from.display(), dst.display()))?;
+            std::fs::copy(&from, dst.join(name))
+                .with_context(|| format!("cannot copy {} to {}", from.display(), dst.display()))?;
         } else if matches!(name, "tokenizer.json" | "generation_config.json") {
             stderr_line(&format!("warning: {} is absent and was not copied", from.display()));
         }
     }
     if !args.quiet {
-        stderr_line(&format!("wrote {} files, {} ({})", writer.written.len(), human_bytes(writer.bytes), args.to));
+        stderr_line(&format!(
+            "wrote {} files, {} ({})",
+            writer.written.len(),
+            human_bytes(writer.bytes),
+            args.to
+        ));
     }
     Ok(Outcome::Done)
 }
 
 /// Makes the directory, or makes sure that it is empty: a second conversion must not mix with a first.
 fn prepare_destination(dst: &Path) -> Result<()> {
-    std::fs::create_dir_all(dst).with_context(|| format!("cannot make directory {}", dst.display()))?;
-    let mut entries = std::fs::read_dir(dst).with_context(|| format!("cannot read directory {}", dst.display()))?;
-    ensure!(entries.next().is_none(), "{}: the output directory is not empty; name a new one", dst.display());
+    std::fs::create_dir_all(dst)
+        .with_context(|| format!("cannot make directory {}", dst.display()))?;
+    let mut entries = std::fs::read_dir(dst)
+        .with_context(|| format!("cannot read directory {}", dst.display()))?;
+    ensure!(
+        entries.next().is_none(),
+        "{}: the output directory is not empty; name a new one",
+        dst.display()
+    );
     Ok(())
 }
 
@@ -134,7 +156,8 @@ impl Shard {
                     (_, Format::F16) => (Format::F16, Dtype::F16),
                     _ => (Format::F32, Dtype::F32),
                 };
-                let shape = shards.find(&f.name).map_or_else(|| vec![f.rows, f.cols], |t| t.shape.clone());
+                let shape =
+                    shards.find(&f.name).map_or_else(|| vec![f.rows, f.cols], |t| t.shape.clone());
                 let (codes, _) = weights::pack(&mat, format).with_context(at)?;
                 self.push(f.name.clone(), dtype, shape, codes);
             }
@@ -163,13 +186,20 @@ impl Writer {
         let views = shard
             .entries
             .iter()
-            .map(|(name, dtype, shape, data)| Ok((name, TensorView::new(*dtype, shape.clone(), data)?)))
+            .map(|(name, dtype, shape, data)| {
+                Ok((name, TensorView::new(*dtype, shape.clone(), data)?))
+            })
             .collect::<Result<Vec<_>>>()?;
         // One key, so that the same input gives the same bytes: the map has no order.
-        let metadata = HashMap::from([("colibri.fmt".to_owned(), Value::Object(shard.stamps).to_string())]);
+        let metadata =
+            HashMap::from([("colibri.fmt".to_owned(), Value::Object(shard.stamps).to_string())]);
         let written = safetensors::serialize_to_file(views, Some(metadata), &part)
             .with_context(|| format!("cannot write {}", part.display()))
-            .and_then(|()| std::fs::rename(&part, &path).with_context(|| format!("cannot rename {} to {}", part.display(), path.display())));
+            .and_then(|()| {
+                std::fs::rename(&part, &path).with_context(|| {
+                    format!("cannot rename {} to {}", part.display(), path.display())
+                })
+            });
         if let Err(e) = written {
             // Best effort: the first error is the one to report.
             let _ = std::fs::remove_file(&part);

@@ -63,7 +63,12 @@ fn problems(config: &Config, shards: &Shards, census: &Census, dir: &Path) -> Ve
         Ok(bytes) => match Tokenizer::from_bytes(&bytes, &path.display().to_string()) {
             Err(e) => problems.push(format!("{e:#}")),
             Ok(t) if t.vocab_len() > config.vocab => {
-                problems.push(format!("{}: {} ids, but the model has {} rows", path.display(), t.vocab_len(), config.vocab));
+                problems.push(format!(
+                    "{}: {} ids, but the model has {} rows",
+                    path.display(),
+                    t.vocab_len(),
+                    config.vocab
+                ));
             }
             Ok(_) => {}
         },
@@ -75,9 +80,13 @@ fn problems(config: &Config, shards: &Shards, census: &Census, dir: &Path) -> Ve
 fn warnings(config: &Config, census: &Census) -> Vec<String> {
     let mut warnings = Vec::new();
     if config.mtp && !census.mtp {
-        warnings.push("config.json promises an MTP layer, the files have none: no drafts".to_owned());
+        warnings
+            .push("config.json promises an MTP layer, the files have none: no drafts".to_owned());
     }
-    let per_row = census.found.iter().find(|f| f.class == Class::MtpProjection && f.format == Format::Int4 { group: 0 });
+    let per_row = census
+        .found
+        .iter()
+        .find(|f| f.class == Class::MtpProjection && f.format == Format::Int4 { group: 0 });
     if let Some(f) = per_row {
         warnings.push(format!("{}: int4 with one scale per row rounds its embedding half to zero: drafts will not be accepted", f.name));
     }
@@ -111,27 +120,56 @@ fn report(
         "attention   {} heads of {}+{} (value {}), query rank {}, latent rank {}",
         c.n_heads, c.d_nope, c.d_rope, c.d_v, c.q_rank, c.kv_rank
     ));
-    line(format!("experts     {} of {} (width {}), {} shared, {} groups", c.top_k, c.n_experts, c.d_expert, c.n_shared, c.n_group));
+    line(format!(
+        "experts     {} of {} (width {}), {} shared, {} groups",
+        c.top_k, c.n_experts, c.d_expert, c.n_shared, c.n_group
+    ));
     match &c.indexer {
         Some(x) => {
             let full = x.full.iter().filter(|&&f| f).count();
-            line(format!("indexer     {} heads of {}, keeps {}, own choice in {full} of {} layers", x.n_heads, x.head_dim, x.top_k, c.n_layers));
+            line(format!(
+                "indexer     {} heads of {}, keeps {}, own choice in {full} of {} layers",
+                x.n_heads, x.head_dim, x.top_k, c.n_layers
+            ));
         }
         None => line("indexer     none".to_owned()),
     }
-    line(format!("cache       {} per token (f16)", human_bytes(KvCache::bytes_per_position(c, KvType::F16) as u64)));
+    line(format!(
+        "cache       {} per token (f16)",
+        human_bytes(KvCache::bytes_per_position(c, KvType::F16) as u64)
+    ));
     line(String::new());
-    line(format!("{:<16} {:<9} {:>8} {:>16} {:>12}", "class", "format", "tensors", "parameters", "bytes"));
+    line(format!(
+        "{:<16} {:<9} {:>8} {:>16} {:>12}",
+        "class", "format", "tensors", "parameters", "bytes"
+    ));
     let mut sum = Total::default();
     for ((class, format), t) in totals {
-        line(format!("{:<16} {format:<9} {:>8} {:>16} {:>12}", class.name(), t.tensors, t.parameters, human_bytes(t.bytes)));
+        line(format!(
+            "{:<16} {format:<9} {:>8} {:>16} {:>12}",
+            class.name(),
+            t.tensors,
+            t.parameters,
+            human_bytes(t.bytes)
+        ));
         sum.tensors += t.tensors;
         sum.parameters += t.parameters;
         sum.bytes += t.bytes;
     }
-    line(format!("{:<16} {:<9} {:>8} {:>16} {:>12}", "total", "", sum.tensors, sum.parameters, human_bytes(sum.bytes)));
+    line(format!(
+        "{:<16} {:<9} {:>8} {:>16} {:>12}",
+        "total",
+        "",
+        sum.tensors,
+        sum.parameters,
+        human_bytes(sum.bytes)
+    ));
     if !census.unused.is_empty() {
-        line(format!("\n{} tensors are not used, the first is {}", census.unused.len(), census.unused[0]));
+        line(format!(
+            "\n{} tensors are not used, the first is {}",
+            census.unused.len(),
+            census.unused[0]
+        ));
     }
     for w in warnings {
         line(format!("warning: {w}"));
@@ -154,8 +192,11 @@ fn report_json(
     problems: &[String],
     warnings: &[String],
 ) -> Value {
-    let files: Vec<Value> =
-        shards.files().iter().map(|f| json!({"path": f.path.display().to_string(), "bytes": f.bytes().len()})).collect();
+    let files: Vec<Value> = shards
+        .files()
+        .iter()
+        .map(|f| json!({"path": f.path.display().to_string(), "bytes": f.bytes().len()}))
+        .collect();
     let classes: Vec<Value> = totals
         .iter()
         .map(|((class, format), t)| {

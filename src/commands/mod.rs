@@ -68,9 +68,15 @@ pub fn dispatch(command: Command) -> Result<Outcome> {
 pub fn version() -> &'static str {
     static VERSION: OnceLock<String> = OnceLock::new();
     VERSION.get_or_init(|| {
-        let mut isas: Vec<String> = Isa::available().iter().rev().map(ToString::to_string).collect();
+        let mut isas: Vec<String> =
+            Isa::available().iter().rev().map(ToString::to_string).collect();
         isas[0] += " (in use)";
-        format!("{} (commit {}), kernels: {}", env!("CARGO_PKG_VERSION"), env!("GLM_COMMIT"), isas.join(", "))
+        format!(
+            "{} (commit {}), kernels: {}",
+            env!("CARGO_PKG_VERSION"),
+            env!("GLM_COMMIT"),
+            isas.join(", ")
+        )
     })
 }
 
@@ -81,7 +87,10 @@ pub fn print_error(e: &anyhow::Error) {
 
 /// Whether an error is a vanished reader of stdout.
 pub fn is_broken_pipe(e: &anyhow::Error) -> bool {
-    e.chain().any(|c| c.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe))
+    e.chain().any(|c| {
+        c.downcast_ref::<std::io::Error>()
+            .is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+    })
 }
 
 /// Writes one line to stderr; a closed stderr is nobody's failure.
@@ -156,9 +165,11 @@ fn style(template: &str) -> ProgressStyle {
 /// Text of a file, or of stdin for `-`.
 fn read_text(path: &Path) -> Result<String> {
     if path == Path::new("-") {
-        return std::io::read_to_string(std::io::stdin()).context("cannot read stdin as UTF-8 text");
+        return std::io::read_to_string(std::io::stdin())
+            .context("cannot read stdin as UTF-8 text");
     }
-    std::fs::read_to_string(path).with_context(|| format!("cannot read {} as UTF-8 text", path.display()))
+    std::fs::read_to_string(path)
+        .with_context(|| format!("cannot read {} as UTF-8 text", path.display()))
 }
 
 /// Writes one line of JSON to stdout.

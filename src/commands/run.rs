@@ -8,9 +8,14 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::{Outcome, Usage, cancel_flag, human_bytes, open_engine, print_json, progress_bar, rate, read_text, round, stderr_line};
+use super::{
+    Outcome, Usage, cancel_flag, human_bytes, open_engine, print_json, progress_bar, rate,
+    read_text, round, stderr_line,
+};
 use crate::cli::RunArgs;
-use crate::engine::{Channel, Engine, Event, Finish, Generation, Progress, Request, Session, TokenEvent};
+use crate::engine::{
+    Channel, Engine, Event, Finish, Generation, Progress, Request, Session, TokenEvent,
+};
 use crate::model::{Cancelled, Phase, Profile};
 use crate::sample::SampleParams;
 use crate::sys;
@@ -26,7 +31,11 @@ pub(super) fn run(args: &RunArgs) -> Result<Outcome> {
     let seed = request.params.seed;
 
     let mut session = engine.session();
-    let bar = progress_bar(args.engine.quiet || prompt_len < 64, Some(prompt_len as u64), "reading the prompt");
+    let bar = progress_bar(
+        args.engine.quiet || prompt_len < 64,
+        Some(prompt_len as u64),
+        "reading the prompt",
+    );
     let started = Instant::now();
     let show: &mut Progress<'_> = &mut |done, _| bar.set_position(done as u64);
     let prefill = session.prefill(&engine, &request.prompt, Some(cancel), Some(show));
@@ -39,7 +48,8 @@ pub(super) fn run(args: &RunArgs) -> Result<Outcome> {
 
     let generation = Generation::new(&engine, &mut session, request, cancel)?;
     let answer = stream(generation, &engine, args)?;
-    let stats = Stats { prompt_tokens: prompt_len, prefill_s, answer: &answer, seed, engine: &engine };
+    let stats =
+        Stats { prompt_tokens: prompt_len, prefill_s, answer: &answer, seed, engine: &engine };
     if args.json {
         print_json(&stats.json(&session, args, max_tokens))?;
     } else if !args.engine.quiet {
@@ -58,7 +68,10 @@ fn prompt_text(args: &RunArgs) -> Result<String> {
         (None, Some(file)) => read_text(file)?,
         (prompt, _) => {
             if prompt.is_none() && std::io::stdin().is_terminal() {
-                return Err(Usage("no prompt: give it as an argument, with --file, or on stdin".to_owned()).into());
+                return Err(Usage(
+                    "no prompt: give it as an argument, with --file, or on stdin".to_owned(),
+                )
+                .into());
             }
             read_text(Path::new("-"))?
         }
@@ -122,9 +135,17 @@ struct Answer {
 
 /// Runs the generation, printing as it goes unless JSON is wanted.
 fn stream(mut generation: Generation<'_>, engine: &Engine, args: &RunArgs) -> Result<Answer> {
-    let dim = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
+    let dim = std::io::stderr().is_terminal()
+        && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr());
-    let mut answer = Answer { text: String::new(), reasoning: String::new(), tokens: Vec::new(), finish: Finish::Stop, decode_s: 0.0, passes: 0 };
+    let mut answer = Answer {
+        text: String::new(),
+        reasoning: String::new(),
+        tokens: Vec::new(),
+        finish: Finish::Stop,
+        decode_s: 0.0,
+        passes: 0,
+    };
     for event in &mut generation {
         match event? {
             Event::Token(token) => answer.tokens.push(token),
@@ -133,14 +154,20 @@ fn stream(mut generation: Generation<'_>, engine: &Engine, args: &RunArgs) -> Re
                     _ if args.json => {}
                     Channel::Answer => {
                         // Reasoning does not end with a line break of its own.
-                        if answer.text.is_empty() && !answer.reasoning.is_empty() && !args.engine.quiet {
+                        if answer.text.is_empty()
+                            && !answer.reasoning.is_empty()
+                            && !args.engine.quiet
+                        {
                             let _ = writeln!(err);
                         }
-                        out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")?;
+                        out.write_all(text.as_bytes())
+                            .and_then(|()| out.flush())
+                            .context("cannot write to stdout")?;
                     }
                     Channel::Reasoning if args.engine.quiet => {}
                     Channel::Reasoning => {
-                        let shown = if dim { format!("\x1b[2m{text}\x1b[0m") } else { text.clone() };
+                        let shown =
+                            if dim { format!("\x1b[2m{text}\x1b[0m") } else { text.clone() };
                         let _ = err.write_all(shown.as_bytes()).and_then(|()| err.flush());
                     }
                 }
@@ -155,7 +182,8 @@ fn stream(mut generation: Generation<'_>, engine: &Engine, args: &RunArgs) -> Re
     answer.decode_s = generation.decode_time.as_secs_f64();
     answer.passes = generation.passes;
     if !args.json {
-        let shown_reasoning_only = answer.text.is_empty() && !answer.reasoning.is_empty() && !args.engine.quiet;
+        let shown_reasoning_only =
+            answer.text.is_empty() && !answer.reasoning.is_empty() && !args.engine.quiet;
         if shown_reasoning_only {
             let _ = writeln!(err);
         } else if !answer.text.ends_with('\n') {
@@ -229,7 +257,8 @@ impl Stats<'_> {
 
     fn logprob_json(&self, t: &TokenEvent) -> Value {
         let text = |id: u32| self.engine.tokenizer.decode(&[id], false);
-        let (logprob, top) = t.logprob.as_ref().map_or((None, &[][..]), |(l, top)| (Some(round(*l, 6)), top));
+        let (logprob, top) =
+            t.logprob.as_ref().map_or((None, &[][..]), |(l, top)| (Some(round(*l, 6)), top));
         let top: Vec<Value> = top
             .iter()
             .map(|&(id, l)| json!({"id": id, "text": text(id), "logprob": round(f64::from(l), 6)}))
@@ -239,14 +268,17 @@ impl Stats<'_> {
 }
 
 fn profile_json(p: &Profile) -> Value {
-    let phases: serde_json::Map<String, Value> =
-        Phase::ALL.iter().map(|&ph| (format!("{}_s", ph.name()), round(p.total(ph).as_secs_f64(), 6).into())).collect();
+    let phases: serde_json::Map<String, Value> = Phase::ALL
+        .iter()
+        .map(|&ph| (format!("{}_s", ph.name()), round(p.total(ph).as_secs_f64(), 6).into()))
+        .collect();
     json!({"passes": p.passes, "rows": p.rows, "phases": phases})
 }
 
 fn profile_lines(p: &Profile) -> Vec<String> {
     let total: f64 = Phase::ALL.iter().map(|&ph| p.total(ph).as_secs_f64()).sum();
-    let mut lines = vec![format!("profile: {} passes, {} rows, {:.3} s in phases", p.passes, p.rows, total)];
+    let mut lines =
+        vec![format!("profile: {} passes, {} rows, {:.3} s in phases", p.passes, p.rows, total)];
     lines.extend(Phase::ALL.iter().map(|&ph| {
         let s = p.total(ph).as_secs_f64();
         format!("  {:<10} {s:>9.3} s {:>5.1}%", ph.name(), 100.0 * s / total.max(1e-12))

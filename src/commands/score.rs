@@ -8,7 +8,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::{Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, read_text, round, stderr_line};
+use super::{
+    Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, read_text, round,
+    stderr_line,
+};
 use crate::cli::{InputForm, ScoreArgs};
 use crate::engine::{Engine, Session};
 use crate::model::Cancelled;
@@ -22,13 +25,23 @@ const WINDOW: usize = 2048;
 pub(super) fn score(args: &ScoreArgs) -> Result<Outcome> {
     let input = read_text(&args.file)?;
     let form = args.input.unwrap_or_else(|| detect(&input));
-    let text_only = [("--window", args.window.is_some()), ("--stride", args.stride.is_some()), ("--parse-special", args.parse_special)];
-    if let (true, Some((flag, _))) = (form != InputForm::Text, text_only.iter().find(|(_, set)| *set)) {
-        return Err(Usage(format!("{flag} applies to running text, but the input is {form:?}").to_lowercase()).into());
+    let text_only = [
+        ("--window", args.window.is_some()),
+        ("--stride", args.stride.is_some()),
+        ("--parse-special", args.parse_special),
+    ];
+    if let (true, Some((flag, _))) =
+        (form != InputForm::Text, text_only.iter().find(|(_, set)| *set))
+    {
+        return Err(Usage(
+            format!("{flag} applies to running text, but the input is {form:?}").to_lowercase(),
+        )
+        .into());
     }
     let cancel = cancel_flag()?;
     let engine = open_engine(&args.engine)?;
-    let mut scorer = Scorer { engine: &engine, session: engine.session(), args, cancel, sum: Sum::default() };
+    let mut scorer =
+        Scorer { engine: &engine, session: engine.session(), args, cancel, sum: Sum::default() };
     let result = match form {
         InputForm::Text => scorer.text(&input),
         InputForm::Jsonl => scorer.jsonl(&input),
@@ -42,13 +55,19 @@ pub(super) fn score(args: &ScoreArgs) -> Result<Outcome> {
 
 /// The form of the input, from its first line that is not blank.
 fn detect(input: &str) -> InputForm {
-    let Some(line) = input.lines().map(str::trim).find(|l| !l.is_empty()) else { return InputForm::Text };
-    if line.starts_with('{') && serde_json::from_str::<Value>(line).is_ok_and(|v| v.get("context").is_some()) {
+    let Some(line) = input.lines().map(str::trim).find(|l| !l.is_empty()) else {
+        return InputForm::Text;
+    };
+    if line.starts_with('{')
+        && serde_json::from_str::<Value>(line).is_ok_and(|v| v.get("context").is_some())
+    {
         return InputForm::Jsonl;
     }
     let fields: Option<Vec<i64>> = line.split_ascii_whitespace().map(|f| f.parse().ok()).collect();
     match fields.as_deref() {
-        Some([ctx, cont, ids @ ..]) if ctx.checked_add(*cont) == Some(ids.len() as i64) => InputForm::Ids,
+        Some([ctx, cont, ids @ ..]) if ctx.checked_add(*cont) == Some(ids.len() as i64) => {
+            InputForm::Ids
+        }
         _ => InputForm::Text,
     }
 }
@@ -85,7 +104,8 @@ struct Scorer<'a> {
 impl Scorer<'_> {
     /// Ids of `[gMASK]<sop>`, unless they are not wanted, not known, or already at the front of `ids`.
     fn prefix_for(&self, ids: &[u32]) -> Vec<u32> {
-        let prefix = self.engine.tokenizer.prefix().filter(|p| !self.args.no_prefix && !ids.starts_with(p));
+        let prefix =
+            self.engine.tokenizer.prefix().filter(|p| !self.args.no_prefix && !ids.starts_with(p));
         prefix.into_iter().flatten().collect()
     }
 
@@ -119,26 +139,48 @@ impl Scorer<'_> {
         self.sum.processed += input.len() - common;
         self.sum.logprob += scored.logprob;
         self.sum.tokens += scored.tokens;
-        self.sum.bytes += ids[from..].iter().map(|&id| self.engine.tokenizer.token_bytes(id).len()).sum::<usize>();
+        self.sum.bytes += ids[from..]
+            .iter()
+            .map(|&id| self.engine.tokenizer.token_bytes(id).len())
+            .sum::<usize>();
         Ok(scored)
     }
 
     fn text(&mut self, text: &str) -> Result<()> {
         let tokenizer = &self.engine.tokenizer;
-        let ids = if self.args.parse_special { tokenizer.encode(&escape_marker(text))? } else { tokenizer.encode_text(text)? };
+        let ids = if self.args.parse_special {
+            tokenizer.encode(&escape_marker(text))?
+        } else {
+            tokenizer.encode_text(text)?
+        };
         let room = self.engine.context().saturating_sub(if self.args.no_prefix { 0 } else { 2 });
         let window = self.args.window.map_or(WINDOW.min(room), |w| w as usize);
         if window > room {
-            return Err(Usage(format!("--window {window} exceeds the context, which holds {room} tokens")).into());
+            return Err(Usage(format!(
+                "--window {window} exceeds the context, which holds {room} tokens"
+            ))
+            .into());
         }
         let stride = self.args.stride.map_or(window, |s| s as usize);
         if stride > window {
-            return Err(Usage(format!("--stride {stride} is longer than the window of {window}: tokens would be left out")).into());
+            return Err(Usage(format!(
+                "--stride {stride} is longer than the window of {window}: tokens would be left out"
+            ))
+            .into());
         }
-        ensure!(ids.len() > 1, "{}: {} tokens, nothing to score", self.args.file.display(), ids.len());
+        ensure!(
+            ids.len() > 1,
+            "{}: {} tokens, nothing to score",
+            self.args.file.display(),
+            ids.len()
+        );
 
         // Whole windows, or the whole text if it is shorter than one.
-        let starts: Vec<usize> = if ids.len() < window { vec![0] } else { (0..=ids.len() - window).step_by(stride).collect() };
+        let starts: Vec<usize> = if ids.len() < window {
+            vec![0]
+        } else {
+            (0..=ids.len() - window).step_by(stride).collect()
+        };
         let bar = progress_bar(self.args.engine.quiet, Some(starts.len() as u64), "scoring");
         let started = Instant::now();
         let mut scored_to = 0;
@@ -164,24 +206,36 @@ impl Scorer<'_> {
     }
 
     fn jsonl(&mut self, input: &str) -> Result<()> {
-        let rows: Vec<(usize, &str)> = input.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()).collect();
+        let rows: Vec<(usize, &str)> =
+            input.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()).collect();
         let bar = progress_bar(self.args.engine.quiet, Some(rows.len() as u64), "scoring");
         let started = Instant::now();
-        let (mut results, mut choices, mut correct, mut correct_norm) = (Vec::new(), 0usize, 0usize, 0usize);
+        let (mut results, mut choices, mut correct, mut correct_norm) =
+            (Vec::new(), 0usize, 0usize, 0usize);
         for (line, row) in &rows {
             let at = || format!("{}: line {}", self.args.file.display(), line + 1);
             let row: Row = parse_row(row).with_context(at)?;
             let value = match row {
                 Row::Continuation { context, continuation } => {
-                    let s = self.continuation(&context, &continuation).with_context(|| format!("line {}", line + 1))?;
+                    let s = self
+                        .continuation(&context, &continuation)
+                        .with_context(|| format!("line {}", line + 1))?;
                     json!({"logprob": round(s.logprob, 6), "tokens": s.tokens, "greedy": s.greedy})
                 }
                 Row::Choices { context, choices: list, gold } => {
                     let mut scores = Vec::new();
                     for choice in &list {
-                        scores.push(self.continuation(&context, choice).with_context(|| format!("line {}", line + 1))?.logprob);
+                        scores.push(
+                            self.continuation(&context, choice)
+                                .with_context(|| format!("line {}", line + 1))?
+                                .logprob,
+                        );
                     }
-                    let norm: Vec<f64> = scores.iter().zip(&list).map(|(s, c)| s / c.chars().count().max(1) as f64).collect();
+                    let norm: Vec<f64> = scores
+                        .iter()
+                        .zip(&list)
+                        .map(|(s, c)| s / c.chars().count().max(1) as f64)
+                        .collect();
                     let (best, best_norm) = (best(&scores), best(&norm));
                     choices += 1;
                     correct += usize::from(best == gold);
@@ -206,17 +260,29 @@ impl Scorer<'_> {
     }
 
     /// Ids are those of the joined text, split where the context's own ids end; spaces at the end of the context
-    /// belong to the continuation, where the tokenizer puts them.
+    /// belong to the continuation, where the tokenizer puts them. Where a token reaches across the border, both parts
+    /// are encoded on their own.
     fn continuation(&mut self, context: &str, continuation: &str) -> Result<Scored> {
-        let trimmed = context.trim_end();
-        let joined = format!("{context}{continuation}");
         let tokenizer = &self.engine.tokenizer;
-        let (context_ids, ids) = (tokenizer.encode_text(trimmed)?, tokenizer.encode_text(&joined)?);
+        let context_ids = tokenizer.encode_text(context.trim_end())?;
+        let mut ids = tokenizer.encode_text(&format!("{context}{continuation}"))?;
+        if !ids.starts_with(&context_ids) {
+            ids.clone_from(&context_ids);
+            ids.extend(
+                tokenizer.encode_text(&format!(
+                    "{}{continuation}",
+                    &context[context.trim_end().len()..]
+                ))?,
+            );
+        }
         let mut sequence = self.prefix_for(&ids);
         let from = sequence.len() + context_ids.len();
         sequence.extend(ids);
-        ensure!(from > 0, "an empty context without a prefix leaves the first token without anything before it");
-        ensure!(from < sequence.len(), "the continuation has no token of its own");
+        ensure!(
+            from > 0,
+            "an empty context without a prefix leaves the first token without anything before it"
+        );
+        ensure!(from < sequence.len(), "the continuation is empty");
         self.sequence(&sequence, from)
     }
 
@@ -229,8 +295,10 @@ impl Scorer<'_> {
         let mut results = Vec::new();
         for (n, line) in lines.iter().enumerate() {
             let at = format!("{}: line {}", self.args.file.display(), n + 1);
-            let fields = line.split_ascii_whitespace().map(str::parse).collect::<Result<Vec<i64>, _>>();
-            let fields = fields.with_context(|| format!("{at}: expected integers: <ctxlen> <contlen> <id> …"))?;
+            let fields =
+                line.split_ascii_whitespace().map(str::parse).collect::<Result<Vec<i64>, _>>();
+            let fields = fields
+                .with_context(|| format!("{at}: expected integers: <ctxlen> <contlen> <id> …"))?;
             let [ctx, cont, ids @ ..] = fields.as_slice() else {
                 bail!("{at}: {} fields, expected <ctxlen> <contlen> <id> …", fields.len())
             };
@@ -238,10 +306,17 @@ impl Scorer<'_> {
             let scored = if total <= 0 || *ctx < 1 || *cont < 0 {
                 Scored { logprob: 0.0, tokens: 0, greedy: false }
             } else {
-                ensure!(total == ids.len() as i64, "{at}: {ctx} + {cont} ids announced, {} found", ids.len());
+                ensure!(
+                    total == ids.len() as i64,
+                    "{at}: {ctx} + {cont} ids announced, {} found",
+                    ids.len()
+                );
                 let ids = ids
                     .iter()
-                    .map(|&id| u32::try_from(id).with_context(|| format!("{at}: token id {id} is out of range")))
+                    .map(|&id| {
+                        u32::try_from(id)
+                            .with_context(|| format!("{at}: token id {id} is out of range"))
+                    })
                     .collect::<Result<Vec<u32>>>()?;
                 let mut sequence = self.prefix_for(&ids);
                 let from = sequence.len() + *ctx as usize;
@@ -253,7 +328,14 @@ impl Scorer<'_> {
             } else if total <= 0 || *ctx < 1 || *cont < 0 {
                 writeln!(out, "0 0 0").context("cannot write to stdout")?;
             } else {
-                writeln!(out, "{:.6} {} {}", scored.logprob, scored.tokens, u8::from(scored.greedy)).context("cannot write to stdout")?;
+                writeln!(
+                    out,
+                    "{:.6} {} {}",
+                    scored.logprob,
+                    scored.tokens,
+                    u8::from(scored.greedy)
+                )
+                .context("cannot write to stdout")?;
             }
             out.flush().context("cannot write to stdout")?;
             bar.inc(1);
@@ -275,7 +357,8 @@ impl Scorer<'_> {
     fn report(&self, seconds: f64) -> Value {
         let s = &self.sum;
         let nats = if s.tokens > 0 { -s.logprob / s.tokens as f64 } else { 0.0 };
-        let bits = if s.bytes > 0 { -s.logprob / std::f64::consts::LN_2 / s.bytes as f64 } else { 0.0 };
+        let bits =
+            if s.bytes > 0 { -s.logprob / std::f64::consts::LN_2 / s.bytes as f64 } else { 0.0 };
         json!({
             "tokens": s.tokens,
             "bytes": s.bytes,
@@ -301,7 +384,12 @@ impl Scorer<'_> {
             self.engine.describe_compute()
         );
         if r.get("accuracy").is_some() {
-            s = format!("accuracy {:.4}, length-normalised {:.4} over {} rows; {s}", f("accuracy"), f("accuracy_norm"), r["rows"]);
+            s = format!(
+                "accuracy {:.4}, length-normalised {:.4} over {} rows; {s}",
+                f("accuracy"),
+                f("accuracy_norm"),
+                r["rows"]
+            );
         }
         s
     }
@@ -310,7 +398,12 @@ impl Scorer<'_> {
     fn print(&self, report: &Value, rows: &[Value]) -> Result<()> {
         if self.args.json {
             let mut v = report.clone();
-            v["model"] = self.engine.dir.as_ref().map_or_else(|| "built-in".to_owned(), |d| d.display().to_string()).into();
+            v["model"] = self
+                .engine
+                .dir
+                .as_ref()
+                .map_or_else(|| "built-in".to_owned(), |d| d.display().to_string())
+                .into();
             v["kernels"] = self.engine.model.compute.kernels.isa().name().into();
             v["cpu"] = sys::cpu_name().into();
             if !rows.is_empty() {
@@ -334,15 +427,28 @@ enum Row {
 
 fn parse_row(line: &str) -> Result<Row> {
     let v: Value = serde_json::from_str(line).context("not valid JSON")?;
-    let text = |key: &str| v.get(key).and_then(Value::as_str).map(str::to_owned).with_context(|| format!("no text `{key}`"));
+    let text = |key: &str| {
+        v.get(key)
+            .and_then(Value::as_str)
+            .map(str::to_owned)
+            .with_context(|| format!("no text `{key}`"))
+    };
     let context = text("context")?;
     let Some(choices) = v.get("choices") else {
-        return Ok(Row::Continuation { context, continuation: text("continuation").context("neither `choices` nor `continuation`")? });
+        return Ok(Row::Continuation {
+            context,
+            continuation: text("continuation").context("neither `choices` nor `continuation`")?,
+        });
     };
-    let list: Option<Vec<String>> = choices.as_array().map(|a| a.iter().map(|c| c.as_str().map(str::to_owned)).collect()).unwrap_or_default();
+    let list: Option<Vec<String>> = choices
+        .as_array()
+        .map(|a| a.iter().map(|c| c.as_str().map(str::to_owned)).collect())
+        .unwrap_or_default();
     let choices = list.filter(|c| !c.is_empty()).context("`choices` is not a list of texts")?;
-    let gold = v.get("gold").and_then(Value::as_u64).map(|g| g as usize).filter(|g| *g < choices.len());
-    let gold = gold.with_context(|| format!("`gold` is not a number from 0 to {}", choices.len() - 1))?;
+    let gold =
+        v.get("gold").and_then(Value::as_u64).map(|g| g as usize).filter(|g| *g < choices.len());
+    let gold =
+        gold.with_context(|| format!("`gold` is not a number from 0 to {}", choices.len() - 1))?;
     Ok(Row::Choices { context, choices, gold })
 }
 

@@ -107,14 +107,23 @@ impl<'a> Generation<'a> {
     ///
     /// # Errors
     /// Sampling parameters out of range, or an empty session.
-    pub fn new(engine: &'a Engine, session: &'a mut Session, request: Request, cancel: &'a AtomicBool) -> Result<Self> {
+    pub fn new(
+        engine: &'a Engine,
+        session: &'a mut Session,
+        request: Request,
+        cancel: &'a AtomicBool,
+    ) -> Result<Self> {
         ensure!(!session.tokens().is_empty(), "the prompt has no token");
         let mut sampler = Sampler::new(request.params.clone())?;
         session.tokens().iter().for_each(|&id| sampler.accept(id));
         let end_think = engine.tokenizer.control_id("</think>").filter(|_| request.chat);
         // A chat prompt that leaves a think tag open continues inside the reasoning.
         let begin_think = engine.tokenizer.control_id("<think>").filter(|_| request.chat);
-        let last_tag = session.tokens().iter().rev().find(|&&id| Some(id) == begin_think || Some(id) == end_think);
+        let last_tag = session
+            .tokens()
+            .iter()
+            .rev()
+            .find(|&&id| Some(id) == begin_think || Some(id) == end_think);
         let thinking = last_tag.is_some_and(|&id| Some(id) == begin_think);
         Ok(Self {
             engine,
@@ -156,7 +165,8 @@ impl<'a> Generation<'a> {
             self.passes += 1;
         }
         let logits = self.session.logits();
-        let alternatives = self.request.logprobs.map(|k| (log_softmax_top(logits, k).1, logits.to_vec()));
+        let alternatives =
+            self.request.logprobs.map(|k| (log_softmax_top(logits, k).1, logits.to_vec()));
         let id = self.sampler.sample(logits)?;
         self.sampler.accept(id);
         self.ids.push(id);
@@ -247,7 +257,10 @@ impl Iterator for Generation<'_> {
 /// Longest proper prefix of `stop`, in bytes, that `text` ends with.
 fn overlap(text: &str, stop: &str) -> usize {
     let longest = text.len().min(stop.len().saturating_sub(1));
-    (1..=longest).rev().find(|&n| stop.is_char_boundary(n) && text.ends_with(&stop[..n])).unwrap_or(0)
+    (1..=longest)
+        .rev()
+        .find(|&n| stop.is_char_boundary(n) && text.ends_with(&stop[..n]))
+        .unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -49,7 +49,15 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { threads: None, isa: None, activations: Activations::Q8, kv: KvType::F16, ctx: None, quantize: None, no_indexer: false }
+        Self {
+            threads: None,
+            isa: None,
+            activations: Activations::Q8,
+            kv: KvType::F16,
+            ctx: None,
+            quantize: None,
+            no_indexer: false,
+        }
     }
 }
 
@@ -107,9 +115,18 @@ mod builtin {
     pub(super) const GENERATION: &[u8] = include_bytes!("../../models/tiny/generation_config.json");
     pub(super) const TEMPLATE: &[u8] = include_bytes!("../../models/tiny/chat_template.jinja");
     pub(super) const SHARDS: [(&str, &[u8]); 3] = [
-        ("built-in/out-00000.safetensors", include_bytes!("../../models/tiny/out-00000.safetensors")),
-        ("built-in/out-idx-00000.safetensors", include_bytes!("../../models/tiny/out-idx-00000.safetensors")),
-        ("built-in/out-mtp-00000.safetensors", include_bytes!("../../models/tiny/out-mtp-00000.safetensors")),
+        (
+            "built-in/out-00000.safetensors",
+            include_bytes!("../../models/tiny/out-00000.safetensors"),
+        ),
+        (
+            "built-in/out-idx-00000.safetensors",
+            include_bytes!("../../models/tiny/out-idx-00000.safetensors"),
+        ),
+        (
+            "built-in/out-mtp-00000.safetensors",
+            include_bytes!("../../models/tiny/out-mtp-00000.safetensors"),
+        ),
     ];
 }
 
@@ -151,8 +168,15 @@ impl Engine {
         Self::assemble(&files, &Shards::from_static(&builtin::SHARDS)?, None, options)
     }
 
-    fn assemble(files: &SideFiles<'_>, shards: &Shards, dir: Option<&Path>, options: &Options) -> Result<Self> {
-        let path = |name: &str| dir.map_or_else(|| format!("built-in/{name}"), |d| d.join(name).display().to_string());
+    fn assemble(
+        files: &SideFiles<'_>,
+        shards: &Shards,
+        dir: Option<&Path>,
+        options: &Options,
+    ) -> Result<Self> {
+        let path = |name: &str| {
+            dir.map_or_else(|| format!("built-in/{name}"), |d| d.join(name).display().to_string())
+        };
         let config_path = path("config.json");
         let config = Config::parse(files.config, &config_path)?;
         let tokenizer = Tokenizer::from_bytes(files.tokenizer, &path("tokenizer.json"))?;
@@ -163,8 +187,14 @@ impl Engine {
             tokenizer.vocab_len() - 1,
             config.vocab
         );
-        let generation = files.generation.map(|b| json_object(b, &path("generation_config.json"))).transpose()?;
-        let defaults = generation.as_ref().map_or_else(|| Ok(SamplingDefaults::default()), |g| sampling_defaults(g, &path("generation_config.json")))?;
+        let generation = files
+            .generation
+            .map(|b| json_object(b, &path("generation_config.json")))
+            .transpose()?;
+        let defaults = generation.as_ref().map_or_else(
+            || Ok(SamplingDefaults::default()),
+            |g| sampling_defaults(g, &path("generation_config.json")),
+        )?;
         let template = template(files, &path)?;
 
         // End-of-turn ids: both configs together, and the tokenizer's end of text.
@@ -176,7 +206,8 @@ impl Engine {
 
         let isa = options.isa.unwrap_or_else(Isa::best);
         let kernels = Kernels::for_isa(isa).with_context(|| {
-            let have = Isa::available().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            let have =
+                Isa::available().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             format!("this CPU lacks {isa}, it has {have}")
         })?;
         let pool = Pool::new(options.threads.unwrap_or_else(sys::default_threads));
@@ -190,7 +221,16 @@ impl Engine {
             model.max_context(),
             if options.no_indexer { " without its indexer" } else { "" }
         );
-        Ok(Self { model, tokenizer, template, defaults, dir: dir.map(Path::to_owned), stops, kv: options.kv, ctx })
+        Ok(Self {
+            model,
+            tokenizer,
+            template,
+            defaults,
+            dir: dir.map(Path::to_owned),
+            stops,
+            kv: options.kv,
+            ctx,
+        })
     }
 
     /// A new, empty timeline.
@@ -218,7 +258,12 @@ impl Engine {
     ///
     /// # Errors
     /// The template refuses the messages.
-    pub fn encode_turn(&self, system: Option<&str>, user: &str, options: &RenderOptions) -> Result<Vec<u32>> {
+    pub fn encode_turn(
+        &self,
+        system: Option<&str>,
+        user: &str,
+        options: &RenderOptions,
+    ) -> Result<Vec<u32>> {
         let escape = |text: &str| self.tokenizer.escape(text, &[]).into_owned();
         let mut messages = Vec::new();
         if let Some(system) = system {
@@ -234,7 +279,8 @@ impl Engine {
     /// # Errors
     /// The text cannot be encoded.
     pub fn encode_raw(&self, text: &str, prefix: bool) -> Result<Vec<u32>> {
-        let mut ids: Vec<u32> = self.tokenizer.prefix().filter(|_| prefix).into_iter().flatten().collect();
+        let mut ids: Vec<u32> =
+            self.tokenizer.prefix().filter(|_| prefix).into_iter().flatten().collect();
         ids.extend(self.tokenizer.encode_text(text)?);
         Ok(ids)
     }
@@ -245,9 +291,17 @@ impl Engine {
 /// # Errors
 /// Not there, not readable, or absurdly large.
 pub fn read_config(dir: &Path) -> Result<Vec<u8>> {
-    ensure!(dir.is_dir(), "{}: not a directory; expected a model directory with config.json, tokenizer.json and *.safetensors", dir.display());
-    read_bounded(&dir.join("config.json"), MAX_CONFIG_BYTES)?
-        .with_context(|| format!("{}: not found; a model directory holds config.json, tokenizer.json and *.safetensors", dir.join("config.json").display()))
+    ensure!(
+        dir.is_dir(),
+        "{}: not a directory; expected a model directory with config.json, tokenizer.json and *.safetensors",
+        dir.display()
+    );
+    read_bounded(&dir.join("config.json"), MAX_CONFIG_BYTES)?.with_context(|| {
+        format!(
+            "{}: not found; a model directory holds config.json, tokenizer.json and *.safetensors",
+            dir.join("config.json").display()
+        )
+    })
 }
 
 fn read_side(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
@@ -261,12 +315,18 @@ fn read_bounded(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(e).with_context(|| format!("cannot read {}", path.display())),
     };
-    ensure!(meta.len() <= limit, "{}: {} bytes, at most {limit} are read", path.display(), meta.len());
+    ensure!(
+        meta.len() <= limit,
+        "{}: {} bytes, at most {limit} are read",
+        path.display(),
+        meta.len()
+    );
     std::fs::read(path).map(Some).with_context(|| format!("cannot read {}", path.display()))
 }
 
 fn json_object(bytes: &[u8], file: &str) -> Result<Map<String, Value>> {
-    let value: Value = serde_json::from_slice(bytes).with_context(|| format!("{file}: not valid JSON"))?;
+    let value: Value =
+        serde_json::from_slice(bytes).with_context(|| format!("{file}: not valid JSON"))?;
     match value {
         Value::Object(map) => Ok(map),
         _ => anyhow::bail!("{file}: not a JSON object"),
@@ -280,7 +340,9 @@ fn sampling_defaults(g: &Map<String, Value>, file: &str) -> Result<SamplingDefau
             None => Ok(default),
             Some(v) => {
                 let x = v.as_f64().filter(|x| (low..=high).contains(x));
-                x.map(|x| x as f32).with_context(|| format!("{file}: `{key}` is {v}, expected a number from {low} to {high}"))
+                x.map(|x| x as f32).with_context(|| {
+                    format!("{file}: `{key}` is {v}, expected a number from {low} to {high}")
+                })
             }
         }
     };

@@ -28,7 +28,12 @@ pub struct Session {
 
 impl Session {
     pub(super) fn new(config: &Config, kv: KvType) -> Self {
-        Self { tokens: Vec::new(), kv: KvCache::new(config, kv), ws: Workspace::default(), out: Output::default() }
+        Self {
+            tokens: Vec::new(),
+            kv: KvCache::new(config, kv),
+            ws: Workspace::default(),
+            out: Output::default(),
+        }
     }
 
     /// Ids so far.
@@ -58,8 +63,22 @@ impl Session {
     /// # Errors
     /// The context would overflow, an id is out of range, the model computes something that is not finite, or
     /// [`crate::model::Cancelled`].
-    pub fn prefill(&mut self, engine: &Engine, tokens: &[u32], cancel: Option<&AtomicBool>, progress: Option<&mut Progress<'_>>) -> Result<()> {
-        self.run(engine, tokens, PREFILL_ROWS, |i| i + 1 == tokens.len(), &mut |_, _| Ok(()), cancel, progress)
+    pub fn prefill(
+        &mut self,
+        engine: &Engine,
+        tokens: &[u32],
+        cancel: Option<&AtomicBool>,
+        progress: Option<&mut Progress<'_>>,
+    ) -> Result<()> {
+        self.run(
+            engine,
+            tokens,
+            PREFILL_ROWS,
+            |i| i + 1 == tokens.len(),
+            &mut |_, _| Ok(()),
+            cancel,
+            progress,
+        )
     }
 
     /// Appends one token and computes the logits after it.
@@ -85,7 +104,15 @@ impl Session {
         let (head, tail) = tokens.split_at(first.min(tokens.len()));
         let start = self.tokens.len();
         self.run(engine, head, PREFILL_ROWS, |_| false, &mut |_, _| Ok(()), cancel, None)?;
-        let result = self.run(engine, tail, LOGIT_ROWS, |_| true, &mut |i, l| each(first + i, l), cancel, None);
+        let result = self.run(
+            engine,
+            tail,
+            LOGIT_ROWS,
+            |_| true,
+            &mut |i, l| each(first + i, l),
+            cancel,
+            None,
+        );
         if result.is_err() {
             self.rewind(start);
         }
@@ -113,16 +140,28 @@ impl Session {
         let vocab = engine.model.config.vocab;
         for (c, chunk) in tokens.chunks(rows_at_once).enumerate() {
             let first = c * rows_at_once;
-            let row = |(i, &token): (usize, &u32)| Row { seq: 0, pos: start + first + i, token, logits: want(first + i) };
+            let row = |(i, &token): (usize, &u32)| Row {
+                seq: 0,
+                pos: start + first + i,
+                token,
+                logits: want(first + i),
+            };
             let rows: Vec<Row> = chunk.iter().enumerate().map(row).collect();
-            let mut watch = Watch { progress: progress.as_deref_mut(), done: first, rows: rows.len(), total: tokens.len() };
+            let mut watch = Watch {
+                progress: progress.as_deref_mut(),
+                done: first,
+                rows: rows.len(),
+                total: tokens.len(),
+            };
             let mut control = Control { cancel, observer: Some(&mut watch) };
             let result = engine
                 .model
                 .forward(&rows, &mut [&mut self.kv], &mut self.ws, &mut control, &mut self.out)
                 .and_then(|()| {
                     let wanted = rows.iter().enumerate().filter(|(_, r)| r.logits);
-                    wanted.zip(self.out.logits.chunks(vocab)).try_for_each(|((i, _), l)| each(first + i, l))
+                    wanted
+                        .zip(self.out.logits.chunks(vocab))
+                        .try_for_each(|((i, _), l)| each(first + i, l))
                 });
             if let Err(e) = result {
                 self.rewind(start);
@@ -145,7 +184,10 @@ struct Watch<'a, 'b> {
 impl Observer for Watch<'_, '_> {
     fn progress(&mut self, layers_done: usize, layers: usize) {
         if let Some(progress) = &mut self.progress {
-            progress(self.done as f64 + self.rows as f64 * layers_done as f64 / layers as f64, self.total);
+            progress(
+                self.done as f64 + self.rows as f64 * layers_done as f64 / layers as f64,
+                self.total,
+            );
         }
     }
 }

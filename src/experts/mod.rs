@@ -43,7 +43,10 @@ impl Experts {
     /// Experts of each layer; a layer without routed experts has an empty list.
     pub fn new(layers: Vec<Vec<GatedMlp>>, name: fn(usize, usize, &str) -> String) -> Self {
         let slot = |mlp| Slot { mlp, checked: AtomicBool::new(false) };
-        Self { layers: layers.into_iter().map(|l| l.into_iter().map(slot).collect()).collect(), name }
+        Self {
+            layers: layers.into_iter().map(|l| l.into_iter().map(slot).collect()).collect(),
+            name,
+        }
     }
 
     /// The weights of one expert.

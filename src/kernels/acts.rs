@@ -17,11 +17,11 @@ pub enum Activations {
 #[derive(Default)]
 pub struct Acts {
     cols: usize,
-    x: Vec<f32>,                 // (rows, cols)
+    x: Vec<f32>, // (rows, cols)
     q8: bool,
-    q: Vec<i8>,                  // (rows, groups * 64), zero padded
-    scales: Vec<f32>,            // (rows, groups)
-    sums: Vec<i32>,              // (rows, groups)
+    q: Vec<i8>,       // (rows, groups * 64), zero padded
+    scales: Vec<f32>, // (rows, groups)
+    sums: Vec<i32>,   // (rows, groups)
 }
 
 impl Acts {
@@ -136,6 +136,10 @@ impl<'a> Input<'a> {
         let n = self.acts.cols.div_ceil(GROUP);
         let g = self.index(i) * n..(self.index(i) + 1) * n;
         let a = self.acts;
-        Q8Row { codes: &a.q[g.start * GROUP..g.end * GROUP], scales: &a.scales[g.clone()], sums: &a.sums[g] }
+        Q8Row {
+            codes: &a.q[g.start * GROUP..g.end * GROUP],
+            scales: &a.scales[g.clone()],
+            sums: &a.sums[g],
+        }
     }
 }

@@ -27,7 +27,10 @@ impl portable::Simd for Avx2 {
         // SAFETY: as in `zero`; the loads read the 16 values of each array.
         unsafe {
             let half = |i: usize| {
-                let (a, b) = (_mm256_loadu_ps(a.as_ptr().add(8 * i)), _mm256_loadu_ps(b.as_ptr().add(8 * i)));
+                let (a, b) = (
+                    _mm256_loadu_ps(a.as_ptr().add(8 * i)),
+                    _mm256_loadu_ps(b.as_ptr().add(8 * i)),
+                );
                 _mm256_fmadd_ps(a, b, p[i])
             };
             [half(0), half(1)]

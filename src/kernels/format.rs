@@ -133,7 +133,13 @@ impl<'a> MatView<'a> {
     ///
     /// # Panics
     /// When the slices do not have exactly the sizes that the format asks for: kernels rely on them.
-    pub fn new(format: Format, rows: usize, cols: usize, codes: &'a [u8], scales: &'a [f32]) -> Self {
+    pub fn new(
+        format: Format,
+        rows: usize,
+        cols: usize,
+        codes: &'a [u8],
+        scales: &'a [f32],
+    ) -> Self {
         assert_eq!(codes.len(), rows * format.row_bytes(cols), "codes of a {rows}×{cols} {format}");
         assert_eq!(scales.len(), format.n_scales(rows, cols), "scales of a {rows}×{cols} {format}");
         Self { format, rows, cols, codes, scales }

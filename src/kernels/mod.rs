@@ -292,7 +292,13 @@ impl Kernels {
     /// # Panics
     /// When `q`, `scales` or `sums` are shorter than the groups of `x`.
     #[must_use]
-    pub fn quantize_row(&self, x: &[f32], q: &mut [i8], scales: &mut [f32], sums: &mut [i32]) -> bool {
+    pub fn quantize_row(
+        &self,
+        x: &[f32],
+        q: &mut [i8],
+        scales: &mut [f32],
+        sums: &mut [i32],
+    ) -> bool {
         // SAFETY: as in `dot`.
         unsafe { (self.quantize_row)(x, q, scales, sums) }
     }
@@ -310,7 +316,10 @@ impl Kernels {
     /// When the widths differ, or `w` or `x` have too few rows.
     pub fn matmul(&self, w: &MatView<'_>, first: usize, x: &Input<'_>, tile: &mut TileMut<'_>) {
         assert_eq!(w.cols(), x.cols(), "inputs of the matrix and of the activations");
-        assert!(first + tile.cols.len() <= w.rows() && tile.rows.len() <= x.rows(), "tile inside the product");
+        assert!(
+            first + tile.cols.len() <= w.rows() && tile.rows.len() <= x.rows(),
+            "tile inside the product"
+        );
         let f = if x.uses_q8(w.format()) { self.matmul_q8 } else { self.matmul_f32 };
         // SAFETY: as in `dot`.
         with_scratch(|s| unsafe { f(w, first, x, tile, s) });
@@ -321,8 +330,18 @@ impl Kernels {
     ///
     /// # Panics
     /// When the widths differ or a position is not in the cache.
-    pub fn attend(&self, q: &[f32], keys: &Keys<'_>, set: &KeySet<'_>, scale: f32, out: &mut [f32]) {
-        assert!(q.len() == keys.width() && out.len() <= q.len(), "width of a query and of a cache row");
+    pub fn attend(
+        &self,
+        q: &[f32],
+        keys: &Keys<'_>,
+        set: &KeySet<'_>,
+        scale: f32,
+        out: &mut [f32],
+    ) {
+        assert!(
+            q.len() == keys.width() && out.len() <= q.len(),
+            "width of a query and of a cache row"
+        );
         assert!(set.is_empty() || set.at(set.len() - 1) < keys.len(), "positions inside the cache");
         // SAFETY: as in `dot`.
         with_scratch(|s| unsafe { (self.attend)(q, keys, set, scale, out, s) });
@@ -332,7 +351,15 @@ impl Kernels {
     ///
     /// # Panics
     /// When the widths differ or a position is not in the cache.
-    pub fn index_scores(&self, q: &[f32], w: &[f32], keys: &Keys<'_>, first: usize, scale: f32, out: &mut [f32]) {
+    pub fn index_scores(
+        &self,
+        q: &[f32],
+        w: &[f32],
+        keys: &Keys<'_>,
+        first: usize,
+        scale: f32,
+        out: &mut [f32],
+    ) {
         assert!(q.len() == w.len() * keys.width(), "width of a query and of an index key");
         assert!(first + out.len() <= keys.len(), "positions inside the cache");
         // SAFETY: as in `dot`.

@@ -300,14 +300,23 @@ pub(super) fn dequant_row(w: &MatView<'_>, r: usize, out: &mut [f32], codes: &mu
 
 /// f32 arithmetic: `tile[i][o] = dot(w[first + o], x[i])` for the tile's columns `o`.
 #[inline(always)]
-pub(super) fn matmul_f32<S: Simd>(w: &MatView<'_>, first: usize, x: &Input<'_>, tile: &mut TileMut<'_>, scratch: &mut Scratch) {
+pub(super) fn matmul_f32<S: Simd>(
+    w: &MatView<'_>,
+    first: usize,
+    x: &Input<'_>,
+    tile: &mut TileMut<'_>,
+    scratch: &mut Scratch,
+) {
     let (row, codes) = scratch.row(w.cols());
     let n = tile.rows.len();
     for o in 0..tile.cols.len() {
         dequant_row(w, first + o, row, codes);
         let mut i = 0;
         while i + 4 <= n {
-            let y = dot_n::<S, 4>(row, [x.f32_row(i), x.f32_row(i + 1), x.f32_row(i + 2), x.f32_row(i + 3)]);
+            let y = dot_n::<S, 4>(
+                row,
+                [x.f32_row(i), x.f32_row(i + 1), x.f32_row(i + 2), x.f32_row(i + 3)],
+            );
             for k in 0..4 {
                 tile.row(i + k)[o] = y[k];
             }
@@ -322,9 +331,16 @@ pub(super) fn matmul_f32<S: Simd>(w: &MatView<'_>, first: usize, x: &Input<'_>, 
 
 /// Quantized arithmetic for the integer formats: exact integer steps, one fma chain per output.
 #[inline(always)]
-pub(super) fn matmul_q8<S: Simd>(w: &MatView<'_>, first: usize, x: &Input<'_>, tile: &mut TileMut<'_>, scratch: &mut Scratch) {
+pub(super) fn matmul_q8<S: Simd>(
+    w: &MatView<'_>,
+    first: usize,
+    x: &Input<'_>,
+    tile: &mut TileMut<'_>,
+    scratch: &mut Scratch,
+) {
     let (_, codes) = scratch.row(w.cols());
-    let per_row = w.format().scales_per_row(w.cols()) == 1 && !matches!(w.format(), Format::Int4 { group: 1.. } | Format::Int3);
+    let per_row = w.format().scales_per_row(w.cols()) == 1
+        && !matches!(w.format(), Format::Int4 { group: 1.. } | Format::Int3);
     let group = match w.format() {
         Format::Int4 { group } => group as usize,
         _ => GROUP,
@@ -395,7 +411,14 @@ fn key_row<'a>(keys: &Keys<'a>, t: usize, buf: &'a mut [f32]) -> &'a [f32] {
 ///
 /// `q` has the width of a cache row, `out` its first `out.len()` elements' weighted mean: `Σ a_t row_t`.
 #[inline(always)]
-pub(super) fn attend<S: Simd>(q: &[f32], keys: &Keys<'_>, set: &KeySet<'_>, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
+pub(super) fn attend<S: Simd>(
+    q: &[f32],
+    keys: &Keys<'_>,
+    set: &KeySet<'_>,
+    scale: f32,
+    out: &mut [f32],
+    scratch: &mut Scratch,
+) {
     let n = set.len();
     let width = q.len();
     let rank = out.len();
@@ -440,7 +463,15 @@ pub(super) fn attend<S: Simd>(q: &[f32], keys: &Keys<'_>, set: &KeySet<'_>, scal
 
 /// Indexer scores of one query position: `out[t] = Σ_h w_h * relu(dot(q_h, key_t) * scale)`, heads ascending.
 #[inline(always)]
-pub(super) fn index_scores<S: Simd>(q: &[f32], w: &[f32], keys: &Keys<'_>, first: usize, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
+pub(super) fn index_scores<S: Simd>(
+    q: &[f32],
+    w: &[f32],
+    keys: &Keys<'_>,
+    first: usize,
+    scale: f32,
+    out: &mut [f32],
+    scratch: &mut Scratch,
+) {
     let d = q.len() / w.len();
     let buf = scratch.block(d);
     for (t, out) in out.iter_mut().enumerate() {

@@ -24,7 +24,8 @@ impl Rng {
 
 /// The other tables of this CPU; says which, so that a green run on a weak machine is not mistaken for coverage.
 fn others() -> Vec<&'static Kernels> {
-    let others: Vec<_> = Isa::available().into_iter().skip(1).filter_map(Kernels::for_isa).collect();
+    let others: Vec<_> =
+        Isa::available().into_iter().skip(1).filter_map(Kernels::for_isa).collect();
     println!("against portable: {:?}", others.iter().map(|k| k.isa()).collect::<Vec<_>>());
     others
 }
@@ -59,13 +60,23 @@ fn matrix(f: Format, rows: usize, cols: usize, fill: Fill, rng: &mut Rng) -> (Ve
     let codes = match (f, fill) {
         (_, Fill::Zero) => vec![0; n],
         (Format::F32, _) => rng.vec(n / 4, 2.0).iter().flat_map(|v| v.to_le_bytes()).collect(),
-        (Format::F16, _) => rng.vec(n / 2, 2.0).iter().flat_map(|&v| half::f16::from_f32(v).to_le_bytes()).collect(),
-        (Format::Bf16, _) => rng.vec(n / 2, 2.0).iter().flat_map(|&v| half::bf16::from_f32(v).to_le_bytes()).collect(),
+        (Format::F16, _) => {
+            rng.vec(n / 2, 2.0).iter().flat_map(|&v| half::f16::from_f32(v).to_le_bytes()).collect()
+        }
+        (Format::Bf16, _) => rng
+            .vec(n / 2, 2.0)
+            .iter()
+            .flat_map(|&v| half::bf16::from_f32(v).to_le_bytes())
+            .collect(),
         (Format::Fp8, _) => (0..n).map(|_| rng.next() as u8 & 0xf7).collect(),
-        (_, Fill::Extreme) => (0..n).map(|_| if rng.next() & 1 == 0 { 0x80 } else { 0x7f }).collect(),
+        (_, Fill::Extreme) => {
+            (0..n).map(|_| if rng.next() & 1 == 0 { 0x80 } else { 0x7f }).collect()
+        }
         (_, Fill::Random) => (0..n).map(|_| rng.next() as u8).collect(),
     };
-    let scales = (0..f.n_scales(rows, cols)).map(|i| if i % 7 == 3 { 1e-40 } else { rng.f32() * 0.1 }).collect();
+    let scales = (0..f.n_scales(rows, cols))
+        .map(|i| if i % 7 == 3 { 1e-40 } else { rng.f32() * 0.1 })
+        .collect();
     (codes, scales)
 }
 
@@ -79,13 +90,16 @@ fn products_are_equal_for_every_format_shape_and_batch() {
     let reference = Kernels::for_isa(Isa::Portable).unwrap();
     let mut rng = Rng(7);
     for f in FORMATS {
-        for (rows, cols) in [(1, 16), (3, 64), (17, 80), (5, 129), (33, 200), (2, 1031), (130, 130)] {
+        for (rows, cols) in [(1, 16), (3, 64), (17, 80), (5, 129), (33, 200), (2, 1031), (130, 130)]
+        {
             for fill in [Fill::Random, Fill::Extreme, Fill::Zero] {
                 let (codes, scales) = matrix(f, rows, cols, fill, &mut rng);
                 let w = MatView::new(f, rows, cols, &codes, &scales);
                 for s in [1usize, 2, 5] {
                     let x = match fill {
-                        Fill::Extreme => (0..s * cols).map(|_| if rng.next() & 1 == 0 { 1.0 } else { -1.0 }).collect(),
+                        Fill::Extreme => (0..s * cols)
+                            .map(|_| if rng.next() & 1 == 0 { 1.0 } else { -1.0 })
+                            .collect(),
                         _ => rng.vec(s * cols, 3.0),
                     };
                     for mode in [Activations::Q8, Activations::F32] {
@@ -99,14 +113,24 @@ fn products_are_equal_for_every_format_shape_and_batch() {
                         };
                         let want = run(reference);
                         for k in &others {
-                            assert_eq!(bits(&run(k)), bits(&want), "{f} {rows}×{cols} s={s} {fill:?} {mode:?} {}", k.isa());
+                            assert_eq!(
+                                bits(&run(k)),
+                                bits(&want),
+                                "{f} {rows}×{cols} s={s} {fill:?} {mode:?} {}",
+                                k.isa()
+                            );
                         }
                         // A row gives the same bits alone.
                         let mut acts = Acts::default();
                         acts.fill(s, cols).copy_from_slice(&x);
                         assert!(acts.prepare(reference, mode));
                         let mut y = vec![0.0; rows];
-                        reference.matmul(&w, 0, &acts.picked(&[s as u32 - 1]), &mut TileMut::whole(&mut y, rows));
+                        reference.matmul(
+                            &w,
+                            0,
+                            &acts.picked(&[s as u32 - 1]),
+                            &mut TileMut::whole(&mut y, rows),
+                        );
                         assert_eq!(bits(&y), bits(&want[(s - 1) * rows..]), "{f} row alone");
                     }
                 }
@@ -246,7 +270,10 @@ fn f16_conversion_is_exact_for_every_value() {
         k.dequant_row(&w, 0, &mut out);
         for (b, v) in out.iter().enumerate() {
             let want = half::f16::from_bits(b as u16).to_f32();
-            assert!(v.to_bits() == want.to_bits() || (v.is_nan() && want.is_nan()), "{b:#x}: {v} {want}");
+            assert!(
+                v.to_bits() == want.to_bits() || (v.is_nan() && want.is_nan()),
+                "{b:#x}: {v} {want}"
+            );
         }
     }
 }

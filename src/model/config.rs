@@ -96,14 +96,29 @@ impl Fields<'_> {
         self.check_int(key, v, range)
     }
 
-    fn int_or(&self, key: &str, default: usize, range: std::ops::RangeInclusive<usize>) -> Result<usize> {
+    fn int_or(
+        &self,
+        key: &str,
+        default: usize,
+        range: std::ops::RangeInclusive<usize>,
+    ) -> Result<usize> {
         self.present(key).map_or(Ok(default), |v| self.check_int(key, v, range))
     }
 
-    fn check_int(&self, key: &str, v: &Value, range: std::ops::RangeInclusive<usize>) -> Result<usize> {
+    fn check_int(
+        &self,
+        key: &str,
+        v: &Value,
+        range: std::ops::RangeInclusive<usize>,
+    ) -> Result<usize> {
         let n = v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| range.contains(n));
         n.with_context(|| {
-            format!("{}: `{key}` is {v}, expected an integer from {} to {}", self.file, range.start(), range.end())
+            format!(
+                "{}: `{key}` is {v}, expected an integer from {} to {}",
+                self.file,
+                range.start(),
+                range.end()
+            )
         })
     }
 
@@ -117,13 +132,16 @@ impl Fields<'_> {
 
     fn bool_or(&self, key: &str, default: bool) -> Result<bool> {
         let Some(v) = self.present(key) else { return Ok(default) };
-        v.as_bool().with_context(|| format!("{}: `{key}` is {v}, expected true or false", self.file))
+        v.as_bool()
+            .with_context(|| format!("{}: `{key}` is {v}, expected true or false", self.file))
     }
 
     /// Refuses a field whose value is present and other than `only`.
     fn only(&self, key: &str, only: &Value) -> Result<()> {
         match self.present(key) {
-            Some(v) if v != only => bail!("{}: `{key}` is {v}; this engine implements only {only}", self.file),
+            Some(v) if v != only => {
+                bail!("{}: `{key}` is {v}; this engine implements only {only}", self.file)
+            }
             _ => Ok(()),
         }
     }
@@ -135,12 +153,16 @@ impl Config {
     /// # Errors
     /// Not JSON, not a `glm_moe_dsa` model, a missing or absurd field, or a variant that is not implemented.
     pub fn parse(json: &[u8], file: &str) -> Result<Self> {
-        let value: Value = serde_json::from_slice(json).with_context(|| format!("{file}: not valid JSON"))?;
+        let value: Value =
+            serde_json::from_slice(json).with_context(|| format!("{file}: not valid JSON"))?;
         let map = value.as_object().with_context(|| format!("{file}: not a JSON object"))?;
         let c = Fields { map, file };
 
         let model_type = c.present("model_type").and_then(Value::as_str).unwrap_or("absent");
-        ensure!(model_type == "glm_moe_dsa", "{file}: `model_type` is {model_type}, expected glm_moe_dsa: this program runs GLM-5.x models only");
+        ensure!(
+            model_type == "glm_moe_dsa",
+            "{file}: `model_type` is {model_type}, expected glm_moe_dsa: this program runs GLM-5.x models only"
+        );
         c.only("hidden_act", &"silu".into())?;
         c.only("scoring_func", &"sigmoid".into())?;
         c.only("topk_method", &"noaux_tc".into())?;
@@ -150,23 +172,39 @@ impl Config {
         c.only("moe_layer_freq", &1.into())?;
 
         let n_layers = c.int("num_hidden_layers", 1..=128)?;
-        let (n_experts, n_group) = (c.int("n_routed_experts", 1..=4096)?, c.int_or("n_group", 1, 1..=4096)?);
+        let (n_experts, n_group) =
+            (c.int("n_routed_experts", 1..=4096)?, c.int_or("n_group", 1, 1..=4096)?);
         let topk_group = c.int_or("topk_group", 1, 1..=4096)?;
         let top_k = c.int("num_experts_per_tok", 1..=64)?;
-        ensure!(n_experts.is_multiple_of(n_group), "{file}: `n_group` {n_group} does not divide `n_routed_experts` {n_experts}");
-        ensure!(topk_group <= n_group, "{file}: `topk_group` is {topk_group}, more than `n_group` {n_group}");
+        ensure!(
+            n_experts.is_multiple_of(n_group),
+            "{file}: `n_group` {n_group} does not divide `n_routed_experts` {n_experts}"
+        );
+        ensure!(
+            topk_group <= n_group,
+            "{file}: `topk_group` is {topk_group}, more than `n_group` {n_group}"
+        );
         let reachable = if n_group > 1 { topk_group * (n_experts / n_group) } else { n_experts };
-        ensure!(top_k <= reachable, "{file}: `num_experts_per_tok` is {top_k}, but only {reachable} experts can be chosen");
+        ensure!(
+            top_k <= reachable,
+            "{file}: `num_experts_per_tok` is {top_k}, but only {reachable} experts can be chosen"
+        );
 
         let rope_theta = rope_theta(&c)?;
         let d_rope = c.int("qk_rope_head_dim", 1..=1 << 16)?;
-        ensure!(d_rope.is_multiple_of(2), "{file}: `qk_rope_head_dim` is {d_rope}, expected an even number");
+        ensure!(
+            d_rope.is_multiple_of(2),
+            "{file}: `qk_rope_head_dim` is {d_rope}, expected an even number"
+        );
 
         if let Some(q) = c.present("quantization_config") {
             check_fp8(q, file)?;
         }
         let n_mtp = c.int_or("num_nextn_predict_layers", 0, 0..=16)?;
-        ensure!(n_mtp <= 1, "{file}: `num_nextn_predict_layers` is {n_mtp}; this engine implements one MTP layer");
+        ensure!(
+            n_mtp <= 1,
+            "{file}: `num_nextn_predict_layers` is {n_mtp}; this engine implements one MTP layer"
+        );
 
         Ok(Self {
             d_model: c.int("hidden_size", 1..=1 << 20)?,
@@ -217,8 +255,11 @@ impl Config {
 fn rope_theta(c: &Fields<'_>) -> Result<f32> {
     let file = c.file;
     let hint = "expected an object with `rope_theta`: the base of the rotary frequencies has no safe default";
-    let rope = c.present("rope_parameters").with_context(|| format!("{file}: `rope_parameters` is missing, {hint}"))?;
-    let rope = rope.as_object().with_context(|| format!("{file}: `rope_parameters` is {rope}, {hint}"))?;
+    let rope = c
+        .present("rope_parameters")
+        .with_context(|| format!("{file}: `rope_parameters` is missing, {hint}"))?;
+    let rope =
+        rope.as_object().with_context(|| format!("{file}: `rope_parameters` is {rope}, {hint}"))?;
     let label = format!("{file}: rope_parameters");
     let rope = Fields { map: rope, file: &label };
     rope.only("rope_type", &"default".into())?;
@@ -235,14 +276,25 @@ fn sparse_layers(c: &Fields<'_>, n: usize) -> Result<Vec<bool>> {
 }
 
 /// A list of `n` strings, each `yes` or `no` (or the capital first letter).
-fn layer_kinds(v: &Value, key: &str, n: usize, file: &str, yes: &str, no: &str) -> Result<Vec<bool>> {
+fn layer_kinds(
+    v: &Value,
+    key: &str,
+    n: usize,
+    file: &str,
+    yes: &str,
+    no: &str,
+) -> Result<Vec<bool>> {
     let kinds: Option<Vec<String>> = match v {
         Value::String(s) => Some(s.chars().map(String::from).collect()),
         Value::Array(a) => a.iter().map(|x| x.as_str().map(String::from)).collect(),
         _ => None,
     };
     let kinds = kinds.with_context(|| format!("{file}: `{key}` is not a list of strings"))?;
-    ensure!(kinds.len() == n, "{file}: `{key}` has {} entries, expected {n} (num_hidden_layers)", kinds.len());
+    ensure!(
+        kinds.len() == n,
+        "{file}: `{key}` has {} entries, expected {n} (num_hidden_layers)",
+        kinds.len()
+    );
     let short = |s: &str| s[..1].to_uppercase();
     kinds
         .iter()
@@ -274,17 +326,29 @@ fn indexer(c: &Fields<'_>, n: usize, d_rope: usize) -> Result<Option<IndexerConf
         let offset = c.int_or("index_skip_topk_offset", 2, 0..=1 << 16)?;
         (0..n).map(|i| (i + 1).saturating_sub(offset).is_multiple_of(freq)).collect()
     };
-    ensure!(full[0], "{file}: layer 0 has no indexer of its own and no earlier layer to share with");
+    ensure!(
+        full[0],
+        "{file}: layer 0 has no indexer of its own and no earlier layer to share with"
+    );
     let head_dim = c.int("index_head_dim", 1..=1 << 16)?;
-    ensure!(head_dim >= d_rope, "{file}: `index_head_dim` is {head_dim}, less than `qk_rope_head_dim` {d_rope}");
+    ensure!(
+        head_dim >= d_rope,
+        "{file}: `index_head_dim` is {head_dim}, less than `qk_rope_head_dim` {d_rope}"
+    );
     Ok(Some(IndexerConfig { n_heads: c.int("index_n_heads", 1..=1024)?, head_dim, top_k, full }))
 }
 
 fn check_fp8(q: &Value, file: &str) -> Result<()> {
     let method = q.get("quant_method").and_then(Value::as_str).unwrap_or("absent");
-    ensure!(method == "fp8", "{file}: quantization_config: `quant_method` is {method}, expected fp8");
+    ensure!(
+        method == "fp8",
+        "{file}: quantization_config: `quant_method` is {method}, expected fp8"
+    );
     let block = q.get("weight_block_size").cloned().unwrap_or(Value::Null);
-    ensure!(block == serde_json::json!([128, 128]), "{file}: quantization_config: `weight_block_size` is {block}, expected [128, 128]");
+    ensure!(
+        block == serde_json::json!([128, 128]),
+        "{file}: quantization_config: `weight_block_size` is {block}, expected [128, 128]"
+    );
     Ok(())
 }
 
@@ -334,11 +398,19 @@ mod tests {
             ("n_group", 3.into(), "does not divide"),
             ("rope_parameters", Value::Null, "rope_parameters"),
             ("rope_parameters", serde_json::json!({"rope_type": "default"}), "rope_theta"),
-            ("rope_parameters", serde_json::json!({"rope_type": "yarn", "rope_theta": 1e4}), "rope_type"),
+            (
+                "rope_parameters",
+                serde_json::json!({"rope_type": "yarn", "rope_theta": 1e4}),
+                "rope_type",
+            ),
             ("num_experts_per_tok", 9.into(), "num_experts_per_tok"),
             ("indexer_types", serde_json::json!(["full"]), "indexer_types"),
             ("indexer_types", serde_json::json!(["shared", "full", "full", "full"]), "layer 0"),
-            ("mlp_layer_types", serde_json::json!(["dense", "x", "sparse", "sparse"]), "mlp_layer_types"),
+            (
+                "mlp_layer_types",
+                serde_json::json!(["dense", "x", "sparse", "sparse"]),
+                "mlp_layer_types",
+            ),
             ("vocab_size", (-1).into(), "vocab_size"),
             ("qk_rope_head_dim", 7.into(), "even"),
             ("rms_norm_eps", "x".into(), "rms_norm_eps"),

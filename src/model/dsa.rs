@@ -80,7 +80,14 @@ pub(super) fn select(
             if let Some(keys) = caches[row.seq].index_keys(layer).filter(|_| first < end) {
                 let q = &q[i * x.n_heads * d..(i + 1) * x.n_heads * d];
                 let w = &head_weights[i * x.n_heads..(i + 1) * x.n_heads];
-                kernels.index_scores(q, w, &keys, first, score_scale, &mut tile.row(0)[..end - first]);
+                kernels.index_scores(
+                    q,
+                    w,
+                    &keys,
+                    first,
+                    score_scale,
+                    &mut tile.row(0)[..end - first],
+                );
             }
         });
         let chosen = m.compute.pool.par_map(part.len(), |j| {
@@ -106,7 +113,9 @@ fn top_keys(scores: &[f32], k: usize) -> Option<Vec<u32>> {
     if k < keys.len() {
         let score = |t: &u32| scores[*t as usize];
         // Scores are finite, so `total_cmp` could only differ on the sign of zero, which must tie.
-        keys.select_nth_unstable_by(k, |a, b| (score(b) + 0.0).total_cmp(&(score(a) + 0.0)).then(a.cmp(b)));
+        keys.select_nth_unstable_by(k, |a, b| {
+            (score(b) + 0.0).total_cmp(&(score(a) + 0.0)).then(a.cmp(b))
+        });
         keys.truncate(k);
         keys.sort_unstable();
     }

@@ -82,7 +82,13 @@ pub(super) fn attention(
 }
 
 /// Computes latent and rotated key of every row and appends them to the caches.
-fn append_latents(m: &Model, i: usize, w: &Attention, block: &mut Block<'_, '_>, s: &mut Scratch) -> Result<()> {
+fn append_latents(
+    m: &Model,
+    i: usize,
+    w: &Attention,
+    block: &mut Block<'_, '_>,
+    s: &mut Scratch,
+) -> Result<()> {
     let (c, pairs, width) = (&m.config, m.rope.pairs(), m.config.kv_width());
     let n = block.rows.len();
     s.kv.resize(n * width, 0.0);
@@ -100,7 +106,14 @@ fn append_latents(m: &Model, i: usize, w: &Attention, block: &mut Block<'_, '_>,
 }
 
 /// Attention of every head of every row into `s.heads`, prepared for the output projection.
-fn attend_heads(m: &Model, i: usize, w: &Attention, block: &Block<'_, '_>, selections: &[Selection], s: &mut Scratch) -> Result<()> {
+fn attend_heads(
+    m: &Model,
+    i: usize,
+    w: &Attention,
+    block: &Block<'_, '_>,
+    selections: &[Selection],
+    s: &mut Scratch,
+) -> Result<()> {
     let (c, compute, kernels) = (&m.config, &m.compute, m.compute.kernels);
     let (pairs, width, d_q) = (m.rope.pairs(), c.kv_width(), c.d_nope + c.d_rope);
     let n = block.rows.len();
@@ -109,35 +122,50 @@ fn attend_heads(m: &Model, i: usize, w: &Attention, block: &Block<'_, '_>, selec
     let finite = AtomicBool::new(true);
     let (q, angles, rows, caches) = (&s.q, &s.angles, block.rows, &block.caches);
     let bounds: Vec<usize> = (0..n).step_by(BAND).chain([n]).collect();
-    compute.pool.par_tiles(s.heads.fill(n, c.n_heads * c.d_v), c.n_heads * c.d_v, &bounds, c.d_v, |_, mut tile: TileMut<'_>| {
-        let head = tile.cols.start / c.d_v;
-        let first = head * (c.d_nope + c.d_v);
-        let q_of = |r: usize| &q[(r * c.n_heads + head) * d_q..][..d_q];
-        // Queries in latent space: Σ_r q_r W_K[r], ascending rows, then the rotated part behind.
-        let mut latent_q = vec![0.0; tile.rows.len() * width];
-        let mut key_row = vec![0.0; c.kv_rank];
-        for k in 0..c.d_nope {
-            kernels.dequant_row(&kv_b, first + k, &mut key_row);
-            for (j, r) in tile.rows.clone().enumerate() {
-                kernels.axpy(q_of(r)[k], &key_row, &mut latent_q[j * width..][..c.kv_rank]);
+    compute.pool.par_tiles(
+        s.heads.fill(n, c.n_heads * c.d_v),
+        c.n_heads * c.d_v,
+        &bounds,
+        c.d_v,
+        |_, mut tile: TileMut<'_>| {
+            let head = tile.cols.start / c.d_v;
+            let first = head * (c.d_nope + c.d_v);
+            let q_of = |r: usize| &q[(r * c.n_heads + head) * d_q..][..d_q];
+            // Queries in latent space: Σ_r q_r W_K[r], ascending rows, then the rotated part behind.
+            let mut latent_q = vec![0.0; tile.rows.len() * width];
+            let mut key_row = vec![0.0; c.kv_rank];
+            for k in 0..c.d_nope {
+                kernels.dequant_row(&kv_b, first + k, &mut key_row);
+                for (j, r) in tile.rows.clone().enumerate() {
+                    kernels.axpy(q_of(r)[k], &key_row, &mut latent_q[j * width..][..c.kv_rank]);
+                }
             }
-        }
-        let mut means = Acts::default();
-        let mean_rows = means.fill(tile.rows.len(), c.kv_rank);
-        for (j, r) in tile.rows.clone().enumerate() {
-            let latent_q = &mut latent_q[j * width..(j + 1) * width];
-            latent_q[c.kv_rank..].copy_from_slice(&q_of(r)[c.d_nope..]);
-            rotate(&mut latent_q[c.kv_rank..], &angles[r * pairs..(r + 1) * pairs]);
-            let keys = caches[rows[r].seq].keys(i);
-            let set = key_set(&selections[r], rows[r].pos);
-            kernels.attend(latent_q, &keys, &set, scale, &mut mean_rows[j * c.kv_rank..(j + 1) * c.kv_rank]);
-        }
-        if !means.prepare(kernels, compute.activations) {
-            finite.store(false, Ordering::Relaxed);
-        }
-        kernels.matmul(&kv_b, first + c.d_nope, &means.input(0), &mut tile);
-    });
+            let mut means = Acts::default();
+            let mean_rows = means.fill(tile.rows.len(), c.kv_rank);
+            for (j, r) in tile.rows.clone().enumerate() {
+                let latent_q = &mut latent_q[j * width..(j + 1) * width];
+                latent_q[c.kv_rank..].copy_from_slice(&q_of(r)[c.d_nope..]);
+                rotate(&mut latent_q[c.kv_rank..], &angles[r * pairs..(r + 1) * pairs]);
+                let keys = caches[rows[r].seq].keys(i);
+                let set = key_set(&selections[r], rows[r].pos);
+                kernels.attend(
+                    latent_q,
+                    &keys,
+                    &set,
+                    scale,
+                    &mut mean_rows[j * c.kv_rank..(j + 1) * c.kv_rank],
+                );
+            }
+            if !means.prepare(kernels, compute.activations) {
+                finite.store(false, Ordering::Relaxed);
+            }
+            kernels.matmul(&kv_b, first + c.d_nope, &means.input(0), &mut tile);
+        },
+    );
     ensure!(finite.into_inner(), "layer {i}: an attention output is not finite");
-    ensure!(s.heads.prepare(kernels, compute.activations), "layer {i}: the output of attention is not finite");
+    ensure!(
+        s.heads.prepare(kernels, compute.activations),
+        "layer {i}: the output of attention is not finite"
+    );
     Ok(())
 }

@@ -128,7 +128,13 @@ impl Model {
     ///
     /// # Errors
     /// Files and config do not agree, or a resident value is not finite.
-    pub fn load(config: Config, shards: &Shards, options: BindOptions, compute: Compute, dir: Option<&Path>) -> Result<Self> {
+    pub fn load(
+        config: Config,
+        shards: &Shards,
+        options: BindOptions,
+        compute: Compute,
+        dir: Option<&Path>,
+    ) -> Result<Self> {
         let (weights, experts) = weights::bind(&config, shards, options, dir)?;
         let rope = Rope::new(config.rope_theta, config.d_rope);
         let limit = config.indexer.as_ref().filter(|_| options.no_indexer).map(|x| x.top_k);
@@ -152,7 +158,14 @@ impl Model {
     /// # Errors
     /// A token or position out of range, a value that is not finite (named by layer), a damaged expert, or [`Cancelled`].
     /// After an error the caches hold a part of the rows: truncate them.
-    pub fn forward(&self, rows: &[Row], caches: &mut [&mut KvCache], ws: &mut Workspace, control: &mut Control<'_>, out: &mut Output) -> Result<()> {
+    pub fn forward(
+        &self,
+        rows: &[Row],
+        caches: &mut [&mut KvCache],
+        ws: &mut Workspace,
+        control: &mut Control<'_>,
+        out: &mut Output,
+    ) -> Result<()> {
         self.check_rows(rows, caches, 0)?;
         let d = self.config.d_model;
         let mut x = std::mem::take(&mut ws.x);
@@ -176,7 +189,15 @@ impl Model {
     ///
     /// # Errors
     /// As in [`Model::forward`], or the model has no MTP layer.
-    pub fn forward_mtp(&self, rows: &[Row], hidden: &[f32], caches: &mut [&mut KvCache], ws: &mut Workspace, control: &mut Control<'_>, out: &mut Output) -> Result<()> {
+    pub fn forward_mtp(
+        &self,
+        rows: &[Row],
+        hidden: &[f32],
+        caches: &mut [&mut KvCache],
+        ws: &mut Workspace,
+        control: &mut Control<'_>,
+        out: &mut Output,
+    ) -> Result<()> {
         let (c, n) = (&self.config, self.config.n_layers);
         let Some(mtp) = &self.weights.mtp else { anyhow::bail!("this model has no MTP layer") };
         ensure!(hidden.len() == rows.len() * c.d_model, "one hidden state per row");
@@ -188,10 +209,14 @@ impl Model {
         for (r, pair) in z.fill(rows.len(), 2 * c.d_model).chunks_mut(2 * c.d_model).enumerate() {
             let of_row = r * c.d_model..(r + 1) * c.d_model;
             let (e, h) = pair.split_at_mut(c.d_model);
-            finite &= self.compute.kernels.rms_norm(&embedded[of_row.clone()], &mtp.e_norm, c.rms_eps, e);
+            finite &=
+                self.compute.kernels.rms_norm(&embedded[of_row.clone()], &mtp.e_norm, c.rms_eps, e);
             finite &= self.compute.kernels.rms_norm(&hidden[of_row], &mtp.h_norm, c.rms_eps, h);
         }
-        ensure!(finite && z.prepare(self.compute.kernels, self.compute.activations), "layer {n}: the MTP input is not finite");
+        ensure!(
+            finite && z.prepare(self.compute.kernels, self.compute.activations),
+            "layer {n}: the MTP input is not finite"
+        );
         let mut x = embedded;
         self.compute.matmul(&mtp.eh, z.input(0), rows.len(), &mut x);
         ws.selections.clear();
@@ -203,10 +228,26 @@ impl Model {
     fn check_rows(&self, rows: &[Row], caches: &[&mut KvCache], layer: usize) -> Result<()> {
         let mut next: Vec<usize> = caches.iter().map(|c| c.layer_len(layer)).collect();
         for row in rows {
-            ensure!((row.token as usize) < self.config.vocab, "token id {} is out of range, the vocabulary has {} ids", row.token, self.config.vocab);
-            ensure!(row.pos < self.max_context, "position {} is beyond the context of {}", row.pos, self.max_context);
-            let Some(next) = next.get_mut(row.seq) else { anyhow::bail!("row of sequence {} of {}", row.seq, caches.len()) };
-            ensure!(row.pos == *next, "row at position {} of a sequence whose next position is {next}", row.pos);
+            ensure!(
+                (row.token as usize) < self.config.vocab,
+                "token id {} is out of range, the vocabulary has {} ids",
+                row.token,
+                self.config.vocab
+            );
+            ensure!(
+                row.pos < self.max_context,
+                "position {} is beyond the context of {}",
+                row.pos,
+                self.max_context
+            );
+            let Some(next) = next.get_mut(row.seq) else {
+                anyhow::bail!("row of sequence {} of {}", row.seq, caches.len())
+            };
+            ensure!(
+                row.pos == *next,
+                "row at position {} of a sequence whose next position is {next}",
+                row.pos
+            );
             *next += 1;
         }
         Ok(())
@@ -219,7 +260,14 @@ impl Model {
         }
     }
 
-    fn layers(&self, rows: &[Row], caches: &mut [&mut KvCache], ws: &mut Workspace, control: &mut Control<'_>, x: &mut [f32]) -> Result<()> {
+    fn layers(
+        &self,
+        rows: &[Row],
+        caches: &mut [&mut KvCache],
+        ws: &mut Workspace,
+        control: &mut Control<'_>,
+        x: &mut [f32],
+    ) -> Result<()> {
         ws.selections.clear();
         ws.selections.resize(rows.len(), None);
         for (i, layer) in self.weights.layers.iter().enumerate() {
@@ -232,20 +280,40 @@ impl Model {
     }
 
     /// One decoder layer over all rows.
-    fn layer(&self, i: usize, layer: &Layer, rows: &[Row], caches: &mut [&mut KvCache], ws: &mut Workspace, control: &mut Control<'_>, x: &mut [f32]) -> Result<()> {
+    fn layer(
+        &self,
+        i: usize,
+        layer: &Layer,
+        rows: &[Row],
+        caches: &mut [&mut KvCache],
+        ws: &mut Workspace,
+        control: &mut Control<'_>,
+        x: &mut [f32],
+    ) -> Result<()> {
         let d = self.config.d_model;
-        let parts = rows.chunks(BLOCK).zip(x.chunks_mut(BLOCK * d)).zip(ws.selections.chunks_mut(BLOCK));
+        let parts =
+            rows.chunks(BLOCK).zip(x.chunks_mut(BLOCK * d)).zip(ws.selections.chunks_mut(BLOCK));
         for ((rows, x), selections) in parts {
             check_cancel(control)?;
             let started = ws.profile.start();
             let indexer_before = ws.profile.total(Phase::Indexer);
-            let mut block = Block { rows, caches, observer: reborrow(&mut control.observer), profile: &mut ws.profile };
+            let mut block = Block {
+                rows,
+                caches,
+                observer: reborrow(&mut control.observer),
+                profile: &mut ws.profile,
+            };
             mla::attention(self, i, layer, &mut block, x, selections, &mut ws.attention)?;
             let indexer = ws.profile.total(Phase::Indexer) - indexer_before;
             ws.profile.stop_less(Phase::Attention, started, indexer);
         }
         check_cancel(control)?;
-        let mut block = Block { rows, caches, observer: reborrow(&mut control.observer), profile: &mut ws.profile };
+        let mut block = Block {
+            rows,
+            caches,
+            observer: reborrow(&mut control.observer),
+            profile: &mut ws.profile,
+        };
         moe::feed_forward(self, i, layer, &mut block, x, &mut ws.feed_forward)?;
         if let Some(observer) = &mut control.observer {
             for (row, x) in rows.iter().zip(x.chunks(d)) {
@@ -256,16 +324,29 @@ impl Model {
     }
 
     /// Final norm of all rows, logits of those that ask.
-    fn finish(&self, rows: &[Row], x: &[f32], norm: &[f32], ws: &mut Workspace, out: &mut Output) -> Result<()> {
+    fn finish(
+        &self,
+        rows: &[Row],
+        x: &[f32],
+        norm: &[f32],
+        ws: &mut Workspace,
+        out: &mut Output,
+    ) -> Result<()> {
         let c = &self.config;
         let finite = self.compute.norm(x, norm, c.rms_eps, &mut ws.head);
         ensure!(finite, "the hidden state after the last layer is not finite");
         out.hidden.clear();
         out.hidden.extend_from_slice(ws.head.rows());
-        let wanted: Vec<u32> = rows.iter().enumerate().filter(|(_, r)| r.logits).map(|(i, _)| i as u32).collect();
+        let wanted: Vec<u32> =
+            rows.iter().enumerate().filter(|(_, r)| r.logits).map(|(i, _)| i as u32).collect();
         out.logits.resize(wanted.len() * c.vocab, 0.0);
         if !wanted.is_empty() {
-            self.compute.matmul(&self.weights.head, ws.head.picked(&wanted), wanted.len(), &mut out.logits);
+            self.compute.matmul(
+                &self.weights.head,
+                ws.head.picked(&wanted),
+                wanted.len(),
+                &mut out.logits,
+            );
         }
         Ok(())
     }

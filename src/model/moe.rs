@@ -31,7 +31,14 @@ pub(super) struct Scratch {
 pub type Route = Vec<(u32, f32)>;
 
 /// Adds the feed-forward output of the rows to their residual stream `x`.
-pub(super) fn feed_forward(m: &Model, i: usize, layer: &Layer, block: &mut Block<'_, '_>, x: &mut [f32], s: &mut Scratch) -> Result<()> {
+pub(super) fn feed_forward(
+    m: &Model,
+    i: usize,
+    layer: &Layer,
+    block: &mut Block<'_, '_>,
+    x: &mut [f32],
+    s: &mut Scratch,
+) -> Result<()> {
     let (c, compute) = (&m.config, &m.compute);
     let n = block.rows.len();
     let finite = compute.norm(x, &layer.ff_norm, c.rms_eps, &mut s.y);
@@ -47,8 +54,12 @@ pub(super) fn feed_forward(m: &Model, i: usize, layer: &Layer, block: &mut Block
             let started = block.profile.start();
             s.logits.resize(n * c.n_experts, 0.0);
             compute.matmul(router, s.y.input(0).exact(), n, &mut s.logits);
-            let routes: Vec<Route> =
-                s.logits.chunks(c.n_experts).map(|l| route(c, l, bias)).collect::<Option<_>>().ok_or_else(|| anyhow::anyhow!("layer {i}: a router score is not finite"))?;
+            let routes: Vec<Route> = s
+                .logits
+                .chunks(c.n_experts)
+                .map(|l| route(c, l, bias))
+                .collect::<Option<_>>()
+                .ok_or_else(|| anyhow::anyhow!("layer {i}: a router score is not finite"))?;
             block.profile.stop(Phase::Router, started);
             if let Some(observer) = &mut block.observer {
                 for (row, route) in block.rows.iter().zip(&routes) {
@@ -154,16 +165,30 @@ fn routed_part(m: &Model, i: usize, slots: &[(u32, u32, f32)], s: &mut Scratch) 
 
     let y = &s.y;
     let chunk = compute.chunk(c.d_expert, 2 * d * mean_rows, experts.len());
-    compute.pool.par_tiles(s.hidden.fill(slots.len(), c.d_expert), c.d_expert, &bounds, chunk, |band, mut tile| {
-        gate_up(m, experts[band], y.picked(&picks[tile.rows.clone()]), &mut tile);
-    });
-    ensure!(s.hidden.prepare(kernels, compute.activations), "layer {i}: an expert's hidden state is not finite");
+    compute.pool.par_tiles(
+        s.hidden.fill(slots.len(), c.d_expert),
+        c.d_expert,
+        &bounds,
+        chunk,
+        |band, mut tile| {
+            gate_up(m, experts[band], y.picked(&picks[tile.rows.clone()]), &mut tile);
+        },
+    );
+    ensure!(
+        s.hidden.prepare(kernels, compute.activations),
+        "layer {i}: an expert's hidden state is not finite"
+    );
 
     s.slots.resize(slots.len() * d, 0.0);
     let hidden = &s.hidden;
     let chunk = compute.chunk(d, c.d_expert * mean_rows, experts.len());
     compute.pool.par_tiles(&mut s.slots, d, &bounds, chunk, |band, mut tile| {
-        kernels.matmul(&experts[band].down.view(), tile.cols.start, &hidden.input(tile.rows.start), &mut tile);
+        kernels.matmul(
+            &experts[band].down.view(),
+            tile.cols.start,
+            &hidden.input(tile.rows.start),
+            &mut tile,
+        );
     });
     for (&(_, row, weight), y) in slots.iter().zip(s.slots.chunks(d)) {
         kernels.axpy(weight, y, &mut s.out[row as usize * d..][..d]);
@@ -183,13 +208,24 @@ fn gate_up(m: &Model, mlp: &GatedMlp, x: Input<'_>, tile: &mut TileMut<'_>) {
 }
 
 /// A gated MLP over `n` rows of `y` into `out`.
-fn gated(m: &Model, i: usize, mlp: &GatedMlp, y: &Acts, n: usize, hidden: &mut Acts, out: &mut Vec<f32>) -> Result<()> {
+fn gated(
+    m: &Model,
+    i: usize,
+    mlp: &GatedMlp,
+    y: &Acts,
+    n: usize,
+    hidden: &mut Acts,
+    out: &mut Vec<f32>,
+) -> Result<()> {
     let (compute, width) = (&m.compute, mlp.gate.rows());
     let chunk = compute.chunk(width, 2 * mlp.gate.cols() * n, 1);
     compute.pool.par_tiles(hidden.fill(n, width), width, &[0, n], chunk, |_, mut tile| {
         gate_up(m, mlp, y.input(0), &mut tile);
     });
-    ensure!(hidden.prepare(compute.kernels, compute.activations), "layer {i}: the hidden state of the MLP is not finite");
+    ensure!(
+        hidden.prepare(compute.kernels, compute.activations),
+        "layer {i}: the hidden state of the MLP is not finite"
+    );
     out.resize(n * mlp.down.rows(), 0.0);
     compute.matmul(&mlp.down, hidden.input(0), n, out);
     Ok(())

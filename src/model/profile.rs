@@ -22,7 +22,8 @@ pub enum Phase {
 
 impl Phase {
     /// Every phase, in the order of a layer.
-    pub const ALL: [Self; 6] = [Self::Attention, Self::Indexer, Self::Router, Self::Experts, Self::Dense, Self::Head];
+    pub const ALL: [Self; 6] =
+        [Self::Attention, Self::Indexer, Self::Router, Self::Experts, Self::Dense, Self::Head];
 
     /// Name in reports.
     pub fn name(self) -> &'static str {

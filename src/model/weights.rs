@@ -196,11 +196,19 @@ pub fn expert_name(layer: usize, id: usize, part: &str) -> String {
 ///
 /// Embedding, head, indexer and MTP layer never go below int8; router, norms and the indexer's head weights stay f32,
 /// which is `None`.
-pub fn quantized_format(wanted: Format, class: Class, mtp: bool, rows: usize, cols: usize) -> Option<Format> {
+pub fn quantized_format(
+    wanted: Format,
+    class: Class,
+    mtp: bool,
+    rows: usize,
+    cols: usize,
+) -> Option<Format> {
     let low = if wanted == Format::Fp8 { Format::Fp8 } else { Format::Int8 };
     let format = match class {
         Class::Norm | Class::Router => return None,
-        Class::Embedding | Class::Head | Class::MtpProjection if wanted == Format::Fp8 => return None,
+        Class::Embedding | Class::Head | Class::MtpProjection if wanted == Format::Fp8 => {
+            return None;
+        }
         Class::Embedding | Class::Head | Class::Indexer | Class::MtpProjection => low,
         _ if mtp => low,
         _ => wanted,
@@ -215,9 +223,13 @@ pub fn quantized_format(wanted: Format, class: Class, mtp: bool, rows: usize, co
 pub fn census(config: &Config, shards: &Shards, options: BindOptions) -> Result<Census> {
     let mut binder = Binder::new(config, shards, options, true);
     binder.bind()?;
-    let used: std::collections::HashSet<&str> = binder.found.iter().map(|f| f.name.as_str()).collect();
-    let is_side = |n: &str| [".qs", "_scale_inv"].iter().any(|s| n.strip_suffix(s).is_some_and(|n| used.contains(n)));
-    let mut unused: Vec<String> = shards.names().filter(|n| !used.contains(n) && !is_side(n)).map(String::from).collect();
+    let used: std::collections::HashSet<&str> =
+        binder.found.iter().map(|f| f.name.as_str()).collect();
+    let is_side = |n: &str| {
+        [".qs", "_scale_inv"].iter().any(|s| n.strip_suffix(s).is_some_and(|n| used.contains(n)))
+    };
+    let mut unused: Vec<String> =
+        shards.names().filter(|n| !used.contains(n) && !is_side(n)).map(String::from).collect();
     unused.sort();
     Ok(Census { unused, missing: binder.missing, mtp: binder.mtp, found: binder.found })
 }
@@ -226,7 +238,12 @@ pub fn census(config: &Config, shards: &Shards, options: BindOptions) -> Result<
 ///
 /// # Errors
 /// A tensor is missing or has the wrong shape, size or type; a resident scale or vector is not finite.
-pub fn bind(config: &Config, shards: &Shards, options: BindOptions, dir: Option<&Path>) -> Result<(Weights, Experts)> {
+pub fn bind(
+    config: &Config,
+    shards: &Shards,
+    options: BindOptions,
+    dir: Option<&Path>,
+) -> Result<(Weights, Experts)> {
     let census = census(config, shards, options)?;
     if !census.missing.is_empty() {
         let at = dir.map_or_else(String::new, |d| format!("{}: ", d.display()));
@@ -249,14 +266,25 @@ struct Binder<'a> {
 
 impl<'a> Binder<'a> {
     fn new(config: &'a Config, shards: &'a Shards, options: BindOptions, dry: bool) -> Self {
-        Self { config, shards, options, dry, layer: None, mtp: false, found: Vec::new(), missing: Vec::new() }
+        Self {
+            config,
+            shards,
+            options,
+            dry,
+            layer: None,
+            mtp: false,
+            found: Vec::new(),
+            missing: Vec::new(),
+        }
     }
 
     fn bind(&mut self) -> Result<(Weights, Experts)> {
         let c = self.config;
         let mut experts = Vec::new();
         let embed = self.mat("model.embed_tokens.weight", c.vocab, c.d_model, Class::Embedding)?;
-        let layers = (0..c.n_layers).map(|i| self.decoder_layer(i, &mut experts)).collect::<Result<Vec<_>>>()?;
+        let layers = (0..c.n_layers)
+            .map(|i| self.decoder_layer(i, &mut experts))
+            .collect::<Result<Vec<_>>>()?;
         self.layer = None;
         let norm = self.vector("model.norm.weight", c.d_model, Class::Norm)?;
         let head = if c.tied && self.shards.find("lm_head.weight").is_none() {
@@ -278,19 +306,45 @@ impl<'a> Binder<'a> {
         let attn = Attention {
             q_a: self.mat(&a("q_a_proj.weight"), c.q_rank, c.d_model, class)?,
             q_a_norm: self.vector(&a("q_a_layernorm.weight"), c.q_rank, Class::Norm)?,
-            q_b: self.mat(&a("q_b_proj.weight"), c.n_heads * (c.d_nope + c.d_rope), c.q_rank, class)?,
-            kv_a: self.mat(&a("kv_a_proj_with_mqa.weight"), c.kv_rank + c.d_rope, c.d_model, class)?,
+            q_b: self.mat(
+                &a("q_b_proj.weight"),
+                c.n_heads * (c.d_nope + c.d_rope),
+                c.q_rank,
+                class,
+            )?,
+            kv_a: self.mat(
+                &a("kv_a_proj_with_mqa.weight"),
+                c.kv_rank + c.d_rope,
+                c.d_model,
+                class,
+            )?,
             kv_a_norm: self.vector(&a("kv_a_layernorm.weight"), c.kv_rank, Class::Norm)?,
-            kv_b: self.mat(&a("kv_b_proj.weight"), c.n_heads * (c.d_nope + c.d_v), c.kv_rank, class)?,
+            kv_b: self.mat(
+                &a("kv_b_proj.weight"),
+                c.n_heads * (c.d_nope + c.d_v),
+                c.kv_rank,
+                class,
+            )?,
             o: self.mat(&a("o_proj.weight"), c.d_model, c.n_heads * c.d_v, class)?,
         };
         // Containers in circulation leave the MTP layer's own indexer out; drafts are then made with dense attention.
-        let skip = self.options.no_indexer || (i == c.n_layers && self.shards.find(&a("indexer.wq_b.weight")).is_none());
+        let skip = self.options.no_indexer
+            || (i == c.n_layers && self.shards.find(&a("indexer.wq_b.weight")).is_none());
         let indexer = match &c.indexer {
             Some(x) if c.scores_keys(i) && !skip => Some(Indexer {
-                q_b: self.mat(&a("indexer.wq_b.weight"), x.n_heads * x.head_dim, c.q_rank, Class::Indexer)?,
+                q_b: self.mat(
+                    &a("indexer.wq_b.weight"),
+                    x.n_heads * x.head_dim,
+                    c.q_rank,
+                    Class::Indexer,
+                )?,
                 k: self.mat(&a("indexer.wk.weight"), x.head_dim, c.d_model, Class::Indexer)?,
-                head_weights: self.mat(&a("indexer.weights_proj.weight"), x.n_heads, c.d_model, Class::Router)?,
+                head_weights: self.mat(
+                    &a("indexer.weights_proj.weight"),
+                    x.n_heads,
+                    c.d_model,
+                    Class::Router,
+                )?,
                 k_norm: self.vector(&a("indexer.k_norm.weight"), x.head_dim, Class::Norm)?,
                 k_norm_bias: self.vector(&a("indexer.k_norm.bias"), x.head_dim, Class::Norm)?,
             }),
@@ -300,14 +354,19 @@ impl<'a> Binder<'a> {
         let mut layer_experts = Vec::new();
         let ff = if c.is_sparse(i) {
             let router = self.mat(&n("mlp.gate.weight"), c.n_experts, c.d_model, Class::Router)?;
-            let bias = self.vector(&n("mlp.gate.e_score_correction_bias"), c.n_experts, Class::Router)?;
+            let bias =
+                self.vector(&n("mlp.gate.e_score_correction_bias"), c.n_experts, Class::Router)?;
             let shared = match c.n_shared {
                 0 => None,
                 k => Some(self.gated(&n("mlp.shared_experts."), k * c.d_expert, Class::Shared)?),
             };
             layer_experts.reserve(c.n_experts);
             for e in 0..c.n_experts {
-                layer_experts.push(self.gated(&n(&format!("mlp.experts.{e}.")), c.d_expert, Class::Expert)?);
+                layer_experts.push(self.gated(
+                    &n(&format!("mlp.experts.{e}.")),
+                    c.d_expert,
+                    Class::Expert,
+                )?);
             }
             FeedForward::Sparse { router, bias, shared }
         } else {
@@ -358,14 +417,23 @@ impl<'a> Binder<'a> {
     fn record(&mut self, name: &str, class: Class, rows: usize, cols: usize, format: Format) {
         if self.dry {
             let bytes = format.total_bytes(rows, cols);
-            self.found.push(Found { name: name.to_owned(), class, layer: self.layer, rows, cols, format, bytes });
+            self.found.push(Found {
+                name: name.to_owned(),
+                class,
+                layer: self.layer,
+                rows,
+                cols,
+                format,
+                bytes,
+            });
         }
     }
 
     fn vector(&mut self, name: &str, len: usize, class: Class) -> Result<Vec<f32>> {
         let Some(t) = self.find(name) else { return Ok(Vec::new()) };
         let at = || format!("{}: {name}", self.shards.path(t).display());
-        let format = float_format(t.dtype).with_context(|| format!("{}: dtype {:?}, expected BF16, F16 or F32", at(), t.dtype))?;
+        let format = float_format(t.dtype)
+            .with_context(|| format!("{}: dtype {:?}, expected BF16, F16 or F32", at(), t.dtype))?;
         ensure!(t.shape == [len], "{}: shape {:?}, expected [{len}] by config.json", at(), t.shape);
         self.record(name, class, 1, len, format);
         if self.dry {
@@ -375,7 +443,11 @@ impl<'a> Binder<'a> {
         let mut out = vec![0.0; len];
         Kernels::best().dequant_row(&mat.view(), 0, &mut out);
         if let Some(k) = out.iter().position(|v| !v.is_finite()) {
-            bail!("{}: value {k} is {}, expected a finite number; the file is damaged", at(), out[k]);
+            bail!(
+                "{}: value {k} is {}, expected a finite number; the file is damaged",
+                at(),
+                out[k]
+            );
         }
         Ok(out)
     }
@@ -396,22 +468,41 @@ impl<'a> Binder<'a> {
         }
         match self.options.quantize {
             Some(wanted) if !mat.format().is_integer() => {
-                let Some(format) = quantized_format(wanted, class, self.layer == Some(self.config.n_layers), rows, cols) else {
+                let Some(format) = quantized_format(
+                    wanted,
+                    class,
+                    self.layer == Some(self.config.n_layers),
+                    rows,
+                    cols,
+                ) else {
                     return Ok(mat);
                 };
-                requantize(&mat, format).with_context(|| format!("{}: {name}", mat.path().display()))
+                requantize(&mat, format)
+                    .with_context(|| format!("{}: {name}", mat.path().display()))
             }
             _ => Ok(mat),
         }
     }
 
     /// Binds the stored form; `None` when its scales are missing (and noted).
-    fn stored(&mut self, name: &str, t: &TensorRef, rows: usize, cols: usize, class: Class) -> Result<Option<Mat>> {
+    fn stored(
+        &mut self,
+        name: &str,
+        t: &TensorRef,
+        rows: usize,
+        cols: usize,
+        class: Class,
+    ) -> Result<Option<Mat>> {
         let shards = self.shards;
         let at = || format!("{}: {name}", shards.path(t).display());
         let codes = shards.bytes(t);
         let check_shape = || -> Result<()> {
-            ensure!(t.shape == [rows, cols], "{}: shape {:?}, expected [{rows}, {cols}] by config.json", at(), t.shape);
+            ensure!(
+                t.shape == [rows, cols],
+                "{}: shape {:?}, expected [{rows}, {cols}] by config.json",
+                at(),
+                t.shape
+            );
             Ok(())
         };
         match t.dtype {
@@ -441,11 +532,17 @@ impl<'a> Binder<'a> {
                 );
                 let stamp = if class == Class::Expert { None } else { shards.stamp(name) };
                 let format = quant::infer(rows, cols, t.len(), s.len(), stamp).with_context(at)?;
-                ensure!(s.dtype == Dtype::F32, "{}: {side}: dtype {:?}, expected F32", shards.path(s).display(), s.dtype);
+                ensure!(
+                    s.dtype == Dtype::F32,
+                    "{}: {side}: dtype {:?}, expected F32",
+                    shards.path(s).display(),
+                    s.dtype
+                );
                 Ok(Some(Mat::new(format, rows, cols, codes, Scales::new(shards.bytes(s)))))
             }
             dtype => {
-                let format = float_format(dtype).with_context(|| format!("{}: dtype {dtype:?} cannot hold weights", at()))?;
+                let format = float_format(dtype)
+                    .with_context(|| format!("{}: dtype {dtype:?} cannot hold weights", at()))?;
                 check_shape()?;
                 Ok(Some(Mat::new(format, rows, cols, codes, no_scales())))
             }
@@ -505,18 +602,34 @@ fn float_format(dtype: Dtype) -> Option<Format> {
 // ------------------------------------------------------------------------------------------------ what is missing
 
 /// One message for all missing tensors: how many, which layers, which files.
-pub fn explain_missing(config: &Config, shards: &Shards, census: &Census, dir: Option<&Path>) -> String {
+pub fn explain_missing(
+    config: &Config,
+    shards: &Shards,
+    census: &Census,
+    dir: Option<&Path>,
+) -> String {
     let total = census.found.len() + census.missing.len();
-    let mut text = format!("missing {} of {total} tensors, the first is {}", census.missing.len(), census.missing[0]);
+    let mut text = format!(
+        "missing {} of {total} tensors, the first is {}",
+        census.missing.len(),
+        census.missing[0]
+    );
     let absent = absent_layers(config, census);
     if !absent.is_empty() {
-        text += &format!("; layers {} have no tensor at all (config.json says {} layers)", ranges(&absent), config.n_layers);
+        text += &format!(
+            "; layers {} have no tensor at all (config.json says {} layers)",
+            ranges(&absent),
+            config.n_layers
+        );
     }
     let indexer = |n: &String| n.contains(".indexer.");
     if census.missing.iter().all(indexer) {
         text += "; config.json promises a sparse attention indexer that the files lack: add the out-idx files, or pass \
                  --no-indexer, which is exact up to ";
-        text += &format!("{} tokens and ends the context there", config.indexer.as_ref().map_or(0, |x| x.top_k));
+        text += &format!(
+            "{} tokens and ends the context there",
+            config.indexer.as_ref().map_or(0, |x| x.top_k)
+        );
     }
     let mtp = format!("model.layers.{}.", config.n_layers);
     if census.missing.iter().all(|n| n.starts_with(&mtp)) {
@@ -547,26 +660,43 @@ fn absent_layers(config: &Config, census: &Census) -> Vec<usize> {
 
 /// `3, 7–9`.
 fn ranges(sorted: &[usize]) -> String {
-    let parts: Vec<String> = sorted
-        .chunk_by(|a, b| a + 1 == *b)
-        .map(|r| if r.len() == 1 { r[0].to_string() } else { format!("{}–{}", r[0], r[r.len() - 1]) })
-        .collect();
+    let parts: Vec<String> =
+        sorted
+            .chunk_by(|a, b| a + 1 == *b)
+            .map(|r| {
+                if r.len() == 1 {
+                    r[0].to_string()
+                } else {
+                    format!("{}–{}", r[0], r[r.len() - 1])
+                }
+            })
+            .collect();
     parts.join(", ")
 }
 
 /// What file names and the index say about absent files.
 fn file_gaps(shards: &Shards, census: &Census, dir: Option<&Path>) -> Vec<String> {
-    let names: Vec<String> =
-        shards.files().iter().filter_map(|f| Some(f.path.file_name()?.to_string_lossy().into_owned())).collect();
+    let names: Vec<String> = shards
+        .files()
+        .iter()
+        .filter_map(|f| Some(f.path.file_name()?.to_string_lossy().into_owned()))
+        .collect();
     let mut gaps = Vec::new();
     // The index of a published checkpoint says which file should hold each tensor.
     let index = dir.and_then(|d| std::fs::read(d.join("model.safetensors.index.json")).ok());
     let index: Option<serde_json::Value> = index.and_then(|b| serde_json::from_slice(&b).ok());
     if let Some(map) = index.as_ref().and_then(|v| v.get("weight_map")) {
-        let files: std::collections::BTreeSet<&str> =
-            census.missing.iter().filter_map(|n| map.get(n)?.as_str()).filter(|f| !names.iter().any(|n| n == f)).collect();
+        let files: std::collections::BTreeSet<&str> = census
+            .missing
+            .iter()
+            .filter_map(|n| map.get(n)?.as_str())
+            .filter(|f| !names.iter().any(|n| n == f))
+            .collect();
         if !files.is_empty() {
-            gaps.push(format!("by model.safetensors.index.json they are in {}, which is absent", files.into_iter().collect::<Vec<_>>().join(", ")));
+            gaps.push(format!(
+                "by model.safetensors.index.json they are in {}, which is absent",
+                files.into_iter().collect::<Vec<_>>().join(", ")
+            ));
             return gaps;
         }
     }
@@ -588,7 +718,10 @@ fn file_gaps(shards: &Shards, census: &Census, dir: Option<&Path>) -> Vec<String
         let absent: Vec<usize> = (first..=last).filter(|n| !numbers.contains(n)).collect();
         if !absent.is_empty() {
             let total = last + 1 - first;
-            gaps.push(format!("of {total} files {prefix}-*.safetensors the numbers {} are absent", ranges(&absent)));
+            gaps.push(format!(
+                "of {total} files {prefix}-*.safetensors the numbers {} are absent",
+                ranges(&absent)
+            ));
         }
     }
     gaps
@@ -613,7 +746,10 @@ mod tests {
     fn file_names_and_ranges() {
         assert_eq!(numbered("out-00012.safetensors"), Some(("out".into(), 12, None)));
         assert_eq!(numbered("out-mtp-00000.safetensors"), Some(("out-mtp".into(), 0, None)));
-        assert_eq!(numbered("model-00002-of-00141.safetensors"), Some(("model".into(), 2, Some(141))));
+        assert_eq!(
+            numbered("model-00002-of-00141.safetensors"),
+            Some(("model".into(), 2, Some(141)))
+        );
         assert_eq!(numbered("model.safetensors"), None);
         assert_eq!(ranges(&[0, 2, 3, 4, 9]), "0, 2–4, 9");
     }

@@ -43,10 +43,16 @@ pub fn dtype_bytes(dtype: Dtype) -> Option<usize> {
 /// Parses and checks the header of `file`, whose index is `index`.
 pub(super) fn parse(file: &[u8], index: usize) -> Result<Header> {
     let Some((len, rest)) = file.split_first_chunk::<8>() else {
-        bail!("{} bytes, too short for a safetensors header; the download is incomplete", file.len());
+        bail!(
+            "{} bytes, too short for a safetensors header; the download is incomplete",
+            file.len()
+        );
     };
     let len = u64::from_le_bytes(*len);
-    ensure!(len <= MAX_HEADER_BYTES, "header length {len} exceeds the limit of {MAX_HEADER_BYTES} bytes; not a safetensors file");
+    ensure!(
+        len <= MAX_HEADER_BYTES,
+        "header length {len} exceeds the limit of {MAX_HEADER_BYTES} bytes; not a safetensors file"
+    );
     ensure!(
         len <= rest.len() as u64,
         "header of {len} bytes ends after the file ({} bytes); the file is truncated",
@@ -62,7 +68,8 @@ pub(super) fn parse(file: &[u8], index: usize) -> Result<Header> {
             header.stamps = stamps(&value)?;
             continue;
         }
-        let info: TensorInfo = serde_json::from_value(value).with_context(|| format!("{name}: header entry is malformed"))?;
+        let info: TensorInfo = serde_json::from_value(value)
+            .with_context(|| format!("{name}: header entry is malformed"))?;
         let tensor = check(&name, info, data.len(), data_start, index)?;
         header.tensors.push((name, tensor));
     }
@@ -70,7 +77,13 @@ pub(super) fn parse(file: &[u8], index: usize) -> Result<Header> {
     Ok(header)
 }
 
-fn check(name: &str, info: TensorInfo, data_len: usize, data_start: usize, file: usize) -> Result<TensorRef> {
+fn check(
+    name: &str,
+    info: TensorInfo,
+    data_len: usize,
+    data_start: usize,
+    file: usize,
+) -> Result<TensorRef> {
     let (a, b) = info.data_offsets;
     ensure!(a <= b, "{name}: data_offsets [{a}, {b}] are reversed");
     ensure!(
@@ -88,8 +101,20 @@ fn check(name: &str, info: TensorInfo, data_len: usize, data_start: usize, file:
     let Some(bytes) = bytes else {
         bail!("{name}: shape {:?} overflows", info.shape);
     };
-    ensure!(bytes == b - a, "{name}: shape {:?} of {:?} needs {bytes} bytes, but data_offsets span {}", info.shape, info.dtype, b - a);
-    Ok(TensorRef { file, start: data_start + a, end: data_start + b, dtype: info.dtype, shape: info.shape })
+    ensure!(
+        bytes == b - a,
+        "{name}: shape {:?} of {:?} needs {bytes} bytes, but data_offsets span {}",
+        info.shape,
+        info.dtype,
+        b - a
+    );
+    Ok(TensorRef {
+        file,
+        start: data_start + a,
+        end: data_start + b,
+        dtype: info.dtype,
+        shape: info.shape,
+    })
 }
 
 fn refuse_overlaps(tensors: &[(String, TensorRef)], data_start: usize) -> Result<()> {
@@ -113,12 +138,23 @@ fn refuse_overlaps(tensors: &[(String, TensorRef)], data_start: usize) -> Result
 fn stamps(metadata: &Value) -> Result<HashMap<String, String>> {
     let Some(value) = metadata.get(STAMP_KEY) else { return Ok(HashMap::new()) };
     let text = value.as_str().with_context(|| format!("metadata `{STAMP_KEY}` is not a string"))?;
-    let map: Value = serde_json::from_str(text).with_context(|| format!("metadata `{STAMP_KEY}` does not hold JSON"))?;
-    let map = map.as_object().with_context(|| format!("metadata `{STAMP_KEY}` does not hold a JSON object"))?;
-    ensure!(map.len() <= MAX_STAMPS, "metadata `{STAMP_KEY}` has {} entries, at most {MAX_STAMPS} are read", map.len());
+    let map: Value = serde_json::from_str(text)
+        .with_context(|| format!("metadata `{STAMP_KEY}` does not hold JSON"))?;
+    let map = map
+        .as_object()
+        .with_context(|| format!("metadata `{STAMP_KEY}` does not hold a JSON object"))?;
+    ensure!(
+        map.len() <= MAX_STAMPS,
+        "metadata `{STAMP_KEY}` has {} entries, at most {MAX_STAMPS} are read",
+        map.len()
+    );
     map.iter()
         .map(|(name, format)| {
-            let format = format.as_str().with_context(|| format!("metadata `{STAMP_KEY}`: the entry of {name} is {format}, expected a string"))?;
+            let format = format.as_str().with_context(|| {
+                format!(
+                    "metadata `{STAMP_KEY}`: the entry of {name} is {format}, expected a string"
+                )
+            })?;
             Ok((name.clone(), format.to_owned()))
         })
         .collect()
@@ -142,7 +178,9 @@ impl<'de> serde::Deserialize<'de> for Entries {
                 let mut entries = Vec::new();
                 while let Some((name, value)) = map.next_entry::<String, Value>()? {
                     if !seen.insert(name.clone()) {
-                        return Err(serde::de::Error::custom(format!("{name}: this tensor is listed twice")));
+                        return Err(serde::de::Error::custom(format!(
+                            "{name}: this tensor is listed twice"
+                        )));
                     }
                     entries.push((name, value));
                 }

@@ -167,7 +167,13 @@ impl Mat {
     /// A borrowed view for kernels.
     #[inline]
     pub fn view(&self) -> MatView<'_> {
-        MatView::new(self.format, self.rows, self.cols, self.codes.as_slice(), self.scales.as_slice())
+        MatView::new(
+            self.format,
+            self.rows,
+            self.cols,
+            self.codes.as_slice(),
+            self.scales.as_slice(),
+        )
     }
 
     /// Number of outputs.
@@ -227,16 +233,27 @@ impl Shards {
     /// stamps disagree.
     pub fn open(dir: &Path) -> Result<Self> {
         let mut paths = Vec::new();
-        let entries = std::fs::read_dir(dir).with_context(|| format!("cannot read directory {}", dir.display()))?;
+        let entries = std::fs::read_dir(dir)
+            .with_context(|| format!("cannot read directory {}", dir.display()))?;
         for entry in entries {
-            let path = entry.with_context(|| format!("cannot read directory {}", dir.display()))?.path();
+            let path =
+                entry.with_context(|| format!("cannot read directory {}", dir.display()))?.path();
             if path.extension().is_some_and(|e| e == "safetensors") {
                 paths.push(path);
             }
         }
         paths.sort();
-        ensure!(!paths.is_empty(), "{}: no *.safetensors file; expected a model directory", dir.display());
-        ensure!(paths.len() <= MAX_FILES, "{}: {} *.safetensors files, at most {MAX_FILES} are read", dir.display(), paths.len());
+        ensure!(
+            !paths.is_empty(),
+            "{}: no *.safetensors file; expected a model directory",
+            dir.display()
+        );
+        ensure!(
+            paths.len() <= MAX_FILES,
+            "{}: {} *.safetensors files, at most {MAX_FILES} are read",
+            dir.display(),
+            paths.len()
+        );
         let files = paths.into_iter().map(map_file).collect::<Result<Vec<_>>>()?;
         Self::from_files(files)
     }
@@ -246,7 +263,10 @@ impl Shards {
     /// # Errors
     /// The header is damaged.
     pub fn from_static(files: &[(&str, &'static [u8])]) -> Result<Self> {
-        let file = |&(name, bytes): &(&str, &'static [u8])| ShardFile { path: PathBuf::from(name), data: Data::Static(bytes) };
+        let file = |&(name, bytes): &(&str, &'static [u8])| ShardFile {
+            path: PathBuf::from(name),
+            data: Data::Static(bytes),
+        };
         Self::from_files(files.iter().map(file).collect())
     }
 
@@ -259,7 +279,8 @@ impl Shards {
     }
 
     fn from_files(files: Vec<ShardFile>) -> Result<Self> {
-        let mut shards = Self { files: Vec::new(), tensors: HashMap::new(), stamps: HashMap::new() };
+        let mut shards =
+            Self { files: Vec::new(), tensors: HashMap::new(), stamps: HashMap::new() };
         for (i, file) in files.into_iter().enumerate() {
             let shown = file.path.display().to_string();
             let header = header::parse(file.bytes(), i).with_context(|| shown.clone())?;
@@ -267,7 +288,9 @@ impl Shards {
             for (name, tensor) in header.tensors {
                 if let Some(other) = shards.tensors.get(&name) {
                     let other = shards.files[other.file].path.display();
-                    bail!("{shown}: {name}: this tensor is also in {other}; remove one of the two files");
+                    bail!(
+                        "{shown}: {name}: this tensor is also in {other}; remove one of the two files"
+                    );
                 }
                 shards.tensors.insert(name, tensor);
             }
@@ -277,7 +300,11 @@ impl Shards {
                     bail!("{name}: stamped `{format}` by {shown} but `{other}` by {other_file}");
                 }
                 shards.stamps.insert(name, (format, i));
-                ensure!(shards.stamps.len() <= header::MAX_STAMPS, "{shown}: more than {} format stamps in this container", header::MAX_STAMPS);
+                ensure!(
+                    shards.stamps.len() <= header::MAX_STAMPS,
+                    "{shown}: more than {} format stamps in this container",
+                    header::MAX_STAMPS
+                );
             }
         }
         Ok(shards)

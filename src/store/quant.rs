@@ -43,10 +43,23 @@ pub fn stamp_name(format: Format) -> &'static str {
 ///
 /// # Errors
 /// No layout fits, two fit and no stamp decides, the stamp disagrees, or the format is one that is not implemented.
-pub fn infer(rows: usize, cols: usize, codes: usize, scales: usize, stamp: Option<&str>) -> Result<Format> {
+pub fn infer(
+    rows: usize,
+    cols: usize,
+    codes: usize,
+    scales: usize,
+    stamp: Option<&str>,
+) -> Result<Format> {
     if let Some(name) = stamp {
-        ensure!(STAMP_NAMES.contains(&name), "stamped with the unknown format `{name}`, expected one of {}", STAMP_NAMES.join(", "));
-        ensure!(name != "int4-rans256-g0", "format int4-rans256-g0 (entropy-coded) is not supported; repack it as int4 first");
+        ensure!(
+            STAMP_NAMES.contains(&name),
+            "stamped with the unknown format `{name}`, expected one of {}",
+            STAMP_NAMES.join(", ")
+        );
+        ensure!(
+            name != "int4-rans256-g0",
+            "format int4-rans256-g0 (entropy-coded) is not supported; repack it as int4 first"
+        );
         ensure!(name != "mxfp4", "format mxfp4 is not supported");
     }
     let format = infer_bytes(rows, cols, codes, scales, stamp)?;
@@ -60,7 +73,13 @@ pub fn infer(rows: usize, cols: usize, codes: usize, scales: usize, stamp: Optio
     Ok(format)
 }
 
-fn infer_bytes(rows: usize, cols: usize, codes: usize, scales: usize, stamp: Option<&str>) -> Result<Format> {
+fn infer_bytes(
+    rows: usize,
+    cols: usize,
+    codes: usize,
+    scales: usize,
+    stamp: Option<&str>,
+) -> Result<Format> {
     let blocks = rows.div_ceil(FP8_BLOCK) * cols.div_ceil(FP8_BLOCK);
     let e8 = scales == 4 && codes == rows * cols.div_ceil(256) * 98;
     if e8 {
@@ -74,7 +93,9 @@ fn infer_bytes(rows: usize, cols: usize, codes: usize, scales: usize, stamp: Opt
             Some("int8-row") if as_int8 => return Ok(Format::Int8),
             Some("fp8-e4m3-b128") if as_fp8 && blocks == 1 => return Ok(Format::Fp8),
             Some("e8-iq3-lattice") => bail!("{E8}"),
-            _ => bail!("{codes} bytes of codes and one scale for {rows}×{cols} fit e8, fp8 and int8; only a format stamp can decide"),
+            _ => bail!(
+                "{codes} bytes of codes and one scale for {rows}×{cols} fit e8, fp8 and int8; only a format stamp can decide"
+            ),
         }
     }
     let format = if codes == rows * cols {
@@ -95,29 +116,43 @@ fn infer_bytes(rows: usize, cols: usize, codes: usize, scales: usize, stamp: Opt
         )
     };
     let want = 4 * format.n_scales(rows, cols);
-    ensure!(scales == want, "{scales} bytes of scales for a {rows}×{cols} {format} matrix, expected {want}");
+    ensure!(
+        scales == want,
+        "{scales} bytes of scales for a {rows}×{cols} {format} matrix, expected {want}"
+    );
     Ok(format)
 }
 
 /// Grouped or per-row int4: the smallest known group size whose scale count fits.
 fn int4_group(rows: usize, cols: usize, scales: usize) -> Format {
     let fits = |g: &&u32| **g as usize <= cols && scales == 4 * rows * cols.div_ceil(**g as usize);
-    let group = if scales > 4 * rows { GROUP_SIZES.iter().find(fits).copied().unwrap_or(0) } else { 0 };
+    let group =
+        if scales > 4 * rows { GROUP_SIZES.iter().find(fits).copied().unwrap_or(0) } else { 0 };
     Format::Int4 { group }
 }
 
 /// One byte per code: int8 per row, or fp8 with block scales.
-fn infer_bytes_per_code(rows: usize, cols: usize, scales: usize, blocks: usize, stamp: Option<&str>) -> Result<Format> {
+fn infer_bytes_per_code(
+    rows: usize,
+    cols: usize,
+    scales: usize,
+    blocks: usize,
+    stamp: Option<&str>,
+) -> Result<Format> {
     let (row, block, ue8m0) = (scales == 4 * rows, scales == 4 * blocks, scales == blocks);
     match (row, block) {
         // GLM-5.2's own o_proj has as many rows as blocks, so an unstamped tie must stay int8.
         (true, true) => match stamp {
             None | Some("int8-row") => Ok(Format::Int8),
             Some("fp8-e4m3-b128") => Ok(Format::Fp8),
-            Some(other) => bail!("stamped `{other}`, but the byte counts fit only int8-row and fp8-e4m3-b128"),
+            Some(other) => {
+                bail!("stamped `{other}`, but the byte counts fit only int8-row and fp8-e4m3-b128")
+            }
         },
         (true, false) if ue8m0 && stamp != Some("int8-row") => {
-            bail!("{scales} bytes of scales fit both int8-row and fp8 with UE8M0 scales; the latter is not supported, stamp the former")
+            bail!(
+                "{scales} bytes of scales fit both int8-row and fp8 with UE8M0 scales; the latter is not supported, stamp the former"
+            )
         }
         (true, false) => Ok(Format::Int8),
         (false, true) => Ok(Format::Fp8),
@@ -135,14 +170,20 @@ fn infer_bytes_per_code(rows: usize, cols: usize, scales: usize, blocks: usize, 
 /// A group as wide as the row is the per-row format; ambiguous group sizes fall back to smaller ones, anything else
 /// that would be misread to int8.
 pub fn writable(wanted: Format, rows: usize, cols: usize) -> Format {
-    let reads_back = |f: Format| infer(rows, cols, rows * f.row_bytes(cols), 4 * f.n_scales(rows, cols), None).is_ok_and(|g| g == f);
+    let reads_back = |f: Format| {
+        infer(rows, cols, rows * f.row_bytes(cols), 4 * f.n_scales(rows, cols), None)
+            .is_ok_and(|g| g == f)
+    };
     let mut candidates = vec![wanted];
     if let Format::Int4 { group } = wanted {
         if group as usize >= cols {
             candidates = vec![Format::Int4 { group: 0 }];
         } else if group > 0 {
             // Only sizes that divide an activation group: the others are slow to multiply.
-            let smaller = GROUP_SIZES.iter().rev().filter(|&&g| g < group && GROUP.is_multiple_of(g as usize));
+            let smaller = GROUP_SIZES
+                .iter()
+                .rev()
+                .filter(|&&g| g < group && GROUP.is_multiple_of(g as usize));
             candidates.extend(smaller.map(|&group| Format::Int4 { group }));
         }
     }
@@ -158,7 +199,12 @@ pub fn writable(wanted: Format, rows: usize, cols: usize) -> Format {
 ///
 /// # Errors
 /// A value is not finite.
-pub fn pack(format: Format, rows: usize, cols: usize, row: impl Fn(usize, &mut [f32]) + Sync) -> Result<(Vec<u8>, Vec<f32>)> {
+pub fn pack(
+    format: Format,
+    rows: usize,
+    cols: usize,
+    row: impl Fn(usize, &mut [f32]) + Sync,
+) -> Result<(Vec<u8>, Vec<f32>)> {
     let row_bytes = format.row_bytes(cols);
     let mut codes = vec![0u8; rows * row_bytes];
     let mut scales = vec![0f32; format.n_scales(rows, cols)];
@@ -172,7 +218,11 @@ pub fn pack(format: Format, rows: usize, cols: usize, row: impl Fn(usize, &mut [
         for (i, out) in values.chunks_mut(cols).enumerate() {
             row(first + i, out);
             if let Some(c) = out.iter().position(|v| !v.is_finite()) {
-                bail!("value at row {}, column {c} is {}, expected a finite number", first + i, out[c]);
+                bail!(
+                    "value at row {}, column {c} is {}, expected a finite number",
+                    first + i,
+                    out[c]
+                );
             }
         }
         match format {
@@ -182,7 +232,10 @@ pub fn pack(format: Format, rows: usize, cols: usize, row: impl Fn(usize, &mut [
         Ok(())
     };
     if band_scales == 0 {
-        codes.par_chunks_mut(row_bytes).enumerate().try_for_each(|(b, c)| pack_band(b, c, &mut []))?;
+        codes
+            .par_chunks_mut(row_bytes)
+            .enumerate()
+            .try_for_each(|(b, c)| pack_band(b, c, &mut []))?;
     } else {
         codes
             .par_chunks_mut(band_rows * row_bytes)
@@ -263,7 +316,8 @@ fn pack_row(format: Format, w: &[f32], codes: &mut [u8], scales: &mut [f32]) {
 fn pack_fp8(w: &[f32], cols: usize, codes: &mut [u8], scales: &mut [f32]) {
     for (b, scale) in scales.iter_mut().enumerate() {
         let span = b * FP8_BLOCK..((b + 1) * FP8_BLOCK).min(cols);
-        let absmax = w.chunks(cols).flat_map(|r| &r[span.clone()]).fold(0f32, |m, v| m.max(v.abs()));
+        let absmax =
+            w.chunks(cols).flat_map(|r| &r[span.clone()]).fold(0f32, |m, v| m.max(v.abs()));
         *scale = (absmax / 448.0).max(1e-8);
         for (row, out) in w.chunks(cols).zip(codes.chunks_mut(cols)) {
             for c in span.clone() {
@@ -336,8 +390,26 @@ mod tests {
 
     #[test]
     fn what_is_written_reads_back() {
-        for f in [Format::Fp8, Format::Int8, Format::Int4 { group: 0 }, G64, Format::Int4 { group: 128 }, Format::Int3, Format::Int2] {
-            for (r, c) in [(1, 128), (4, 48), (4, 64), (4, 80), (7, 20), (128, 300), (1, 98), (256, 128), (6144, 16384)] {
+        for f in [
+            Format::Fp8,
+            Format::Int8,
+            Format::Int4 { group: 0 },
+            G64,
+            Format::Int4 { group: 128 },
+            Format::Int3,
+            Format::Int2,
+        ] {
+            for (r, c) in [
+                (1, 128),
+                (4, 48),
+                (4, 64),
+                (4, 80),
+                (7, 20),
+                (128, 300),
+                (1, 98),
+                (256, 128),
+                (6144, 16384),
+            ] {
                 let w = writable(f, r, c);
                 let back = infer(r, c, r * w.row_bytes(c), 4 * w.n_scales(r, c), None);
                 assert!(w == Format::F32 || back.unwrap() == w, "{f} {r}×{c} → {w}");
@@ -346,7 +418,11 @@ mod tests {
         assert_eq!(writable(G64, 10, 256), G64);
         assert_eq!(writable(G64, 10, 64), Format::Int4 { group: 0 });
         assert_eq!(writable(G64, 10, 80), Format::Int4 { group: 32 });
-        assert_eq!(writable(Format::Int3, 10, 48), Format::Int8, "48 columns of int3 look like int4");
+        assert_eq!(
+            writable(Format::Int3, 10, 48),
+            Format::Int8,
+            "48 columns of int3 look like int4"
+        );
     }
 
     #[test]
@@ -354,8 +430,19 @@ mod tests {
         let k = Kernels::for_isa(Isa::Portable).unwrap();
         let (rows, cols) = (3, 130);
         let value = |r: usize, c: usize| ((r * cols + c) as f32 * 0.7).sin() * (1.0 + r as f32);
-        for f in [Format::Int8, Format::Int4 { group: 0 }, G64, Format::Int4 { group: 48 }, Format::Int3, Format::Int2, Format::Fp8] {
-            let (codes, scales) = pack(f, rows, cols, |r, o| o.iter_mut().enumerate().for_each(|(c, v)| *v = value(r, c))).unwrap();
+        for f in [
+            Format::Int8,
+            Format::Int4 { group: 0 },
+            G64,
+            Format::Int4 { group: 48 },
+            Format::Int3,
+            Format::Int2,
+            Format::Fp8,
+        ] {
+            let (codes, scales) = pack(f, rows, cols, |r, o| {
+                o.iter_mut().enumerate().for_each(|(c, v)| *v = value(r, c));
+            })
+            .unwrap();
             let w = MatView::new(f, rows, cols, &codes, &scales);
             for r in 0..rows {
                 let mut out = vec![0.0; cols];
@@ -370,7 +457,11 @@ mod tests {
                         Format::Int2 => absmax,
                         _ => absmax / 14.0,
                     };
-                    assert!(err <= step * 0.5001, "{f} ({r},{c}): off by {err}, half a step is {}", step / 2.0);
+                    assert!(
+                        err <= step * 0.5001,
+                        "{f} ({r},{c}): off by {err}, half a step is {}",
+                        step / 2.0
+                    );
                 }
             }
         }
@@ -388,7 +479,8 @@ mod tests {
 
     #[test]
     fn a_value_that_is_not_finite_is_named() {
-        let e = pack(Format::Int8, 2, 3, |r, o| o.fill(if r == 1 { f32::NAN } else { 1.0 })).unwrap_err();
+        let e = pack(Format::Int8, 2, 3, |r, o| o.fill(if r == 1 { f32::NAN } else { 1.0 }))
+            .unwrap_err();
         assert_eq!(e.to_string(), "value at row 1, column 0 is NaN, expected a finite number");
     }
 }

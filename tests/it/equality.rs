@@ -29,10 +29,18 @@ fn logits(engine: &Engine, ids: &[u32], batch: Batch) -> Vec<u32> {
         let mut rows = Vec::new();
         for (seq, &step) in steps.iter().enumerate() {
             let at = caches[seq].len();
-            rows.extend((at..(at + step).min(ids.len())).map(|pos| Row { seq, pos, token: ids[(pos + 3 * seq) % ids.len()], logits: seq == 0 }));
+            rows.extend((at..(at + step).min(ids.len())).map(|pos| Row {
+                seq,
+                pos,
+                token: ids[(pos + 3 * seq) % ids.len()],
+                logits: seq == 0,
+            }));
         }
         let mut views: Vec<&mut KvCache> = caches.iter_mut().collect();
-        engine.model.forward(&rows, &mut views, &mut ws, &mut Control::default(), &mut out).unwrap();
+        engine
+            .model
+            .forward(&rows, &mut views, &mut ws, &mut Control::default(), &mut out)
+            .unwrap();
         bits.extend(out.logits.iter().map(|v| v.to_bits()));
     }
     bits
@@ -58,7 +66,13 @@ fn logits_are_the_same_bits_everywhere() {
         let ids = Oracle::load(preset).ids("/input_ids");
         for activations in [Activations::Q8, Activations::F32] {
             let open = |isa, threads| {
-                let options = Options { isa: Some(isa), threads: Some(threads), quantize, activations, ..Options::default() };
+                let options = Options {
+                    isa: Some(isa),
+                    threads: Some(threads),
+                    quantize,
+                    activations,
+                    ..Options::default()
+                };
                 Engine::open(&dir(preset), &options).unwrap()
             };
             let want = logits(&open(Isa::Portable, 1), &ids, Batch::Blocks(64));
@@ -66,9 +80,14 @@ fn logits_are_the_same_bits_everywhere() {
             for &isa in &isas {
                 for threads in [1, 2, 3, 7] {
                     let engine = open(isa, threads);
-                    for batch in [Batch::Blocks(1), Batch::Blocks(7), Batch::Blocks(64), Batch::Shared] {
+                    for batch in
+                        [Batch::Blocks(1), Batch::Blocks(7), Batch::Blocks(64), Batch::Shared]
+                    {
                         let same = logits(&engine, &ids, batch) == want;
-                        assert!(same, "{preset} {quantize:?} {activations:?} {isa} {threads} threads {batch:?}: bits differ");
+                        assert!(
+                            same,
+                            "{preset} {quantize:?} {activations:?} {isa} {threads} threads {batch:?}: bits differ"
+                        );
                     }
                 }
             }
@@ -80,7 +99,10 @@ fn logits_are_the_same_bits_everywhere() {
 #[test]
 fn the_built_in_model_gives_the_same_bits_everywhere() {
     let text = std::fs::read_to_string(root().join("models/tiny-bf16/valid/stories.txt")).unwrap();
-    let open = |isa, threads| Engine::builtin(&Options { isa: Some(isa), threads: Some(threads), ..Options::default() }).unwrap();
+    let open = |isa, threads| {
+        Engine::builtin(&Options { isa: Some(isa), threads: Some(threads), ..Options::default() })
+            .unwrap()
+    };
     let reference = open(Isa::best(), 1);
     let ids = reference.tokenizer.encode_text(&text).unwrap()[..300].to_vec();
     let want = logits(&reference, &ids, Batch::Blocks(300));
@@ -88,8 +110,15 @@ fn the_built_in_model_gives_the_same_bits_everywhere() {
         let portable = isa == Isa::Portable;
         for threads in if portable { vec![2] } else { vec![1, 2, 3, 7] } {
             let engine = open(isa, threads);
-            for batch in if portable { vec![Batch::Blocks(64)] } else { vec![Batch::Blocks(1), Batch::Blocks(7), Batch::Shared] } {
-                assert!(logits(&engine, &ids, batch) == want, "{isa} {threads} threads {batch:?}: bits differ");
+            for batch in if portable {
+                vec![Batch::Blocks(64)]
+            } else {
+                vec![Batch::Blocks(1), Batch::Blocks(7), Batch::Shared]
+            } {
+                assert!(
+                    logits(&engine, &ids, batch) == want,
+                    "{isa} {threads} threads {batch:?}: bits differ"
+                );
             }
         }
     }
@@ -98,7 +127,12 @@ fn the_built_in_model_gives_the_same_bits_everywhere() {
 /// Loading with `--quantize` and converting first are the same thing.
 #[test]
 fn quantizing_while_loading_equals_converting() {
-    for (preset, format) in [("tiny", Format::Int8), ("odd", Format::Int4 { group: 64 }), ("fp8", Format::Int3), ("groups", Format::Fp8)] {
+    for (preset, format) in [
+        ("tiny", Format::Int8),
+        ("odd", Format::Int4 { group: 64 }),
+        ("fp8", Format::Int3),
+        ("groups", Format::Fp8),
+    ] {
         let tmp = tempfile::tempdir().unwrap();
         let dst = tmp.path().join("out");
         let status = std::process::Command::new(env!("CARGO_BIN_EXE_glm"))
@@ -108,9 +142,13 @@ fn quantizing_while_loading_equals_converting() {
             .unwrap();
         assert!(status.success(), "{preset} {format}");
         let ids = Oracle::load(preset).ids("/input_ids");
-        let converted = Engine::open(&dst, &Options::default()).unwrap_or_else(|e| panic!("{preset} {format}: {e:#}"));
-        let loaded = Engine::open(&dir(preset), &Options { quantize: Some(format), ..Options::default() }).unwrap();
-        let same = logits(&converted, &ids, Batch::Blocks(64)) == logits(&loaded, &ids, Batch::Blocks(64));
+        let converted = Engine::open(&dst, &Options::default())
+            .unwrap_or_else(|e| panic!("{preset} {format}: {e:#}"));
+        let loaded =
+            Engine::open(&dir(preset), &Options { quantize: Some(format), ..Options::default() })
+                .unwrap();
+        let same =
+            logits(&converted, &ids, Batch::Blocks(64)) == logits(&loaded, &ids, Batch::Blocks(64));
         assert!(same, "{preset} {format}: bits differ");
     }
 }

@@ -21,7 +21,12 @@ pub fn dir(preset: &str) -> PathBuf {
 
 /// Exact arithmetic, as the oracle was made.
 pub fn exact() -> Options {
-    Options { threads: Some(2), kv: KvType::F32, activations: Activations::F32, ..Options::default() }
+    Options {
+        threads: Some(2),
+        kv: KvType::F32,
+        activations: Activations::F32,
+        ..Options::default()
+    }
 }
 
 pub fn open(preset: &str) -> Engine {

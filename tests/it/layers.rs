@@ -18,7 +18,10 @@ const MAY_USE: [(&str, &[&str]); 12] = [
     ("model", &["experts", "store", "kernels", "pool"]),
     ("engine", &["model", "tokenizer", "template", "sample", "store", "kernels", "pool", "sys"]),
     ("cli", &["kernels"]),
-    ("commands", &["cli", "engine", "model", "tokenizer", "template", "sample", "store", "kernels", "sys"]),
+    (
+        "commands",
+        &["cli", "engine", "model", "tokenizer", "template", "sample", "store", "kernels", "sys"],
+    ),
 ];
 
 #[test]
@@ -31,16 +34,25 @@ fn no_module_uses_one_above_it() {
         if matches!(module, "main" | "lib") {
             return;
         }
-        let may = allowed.get(module).unwrap_or_else(|| panic!("{module}: not in the table of layers"));
-        for (line, code) in text.lines().enumerate().filter(|(_, l)| !l.trim_start().starts_with("//")) {
+        let may =
+            allowed.get(module).unwrap_or_else(|| panic!("{module}: not in the table of layers"));
+        for (line, code) in
+            text.lines().enumerate().filter(|(_, l)| !l.trim_start().starts_with("//"))
+        {
             for used in code.split("crate::").skip(1) {
-                let used: String = used.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+                let used: String =
+                    used.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
                 if used.is_empty() {
                     // `use crate::{…}` would hide its edges from this test.
                     panic!("{}:{}: name each module after `crate::`", path.display(), line + 1);
                 }
                 edges += 1;
-                assert!(used == module || may.contains(&used.as_str()), "{}:{}: {module} uses {used}", path.display(), line + 1);
+                assert!(
+                    used == module || may.contains(&used.as_str()),
+                    "{}:{}: {module} uses {used}",
+                    path.display(),
+                    line + 1
+                );
             }
         }
     });
@@ -53,11 +65,24 @@ fn unsafe_is_forbidden_elsewhere() {
     let mut files = 0;
     visit(&root().join("src"), &mut |path, text| {
         files += 1;
-        let allowed = ["kernels/avx2.rs", "kernels/avx512.rs", "kernels/mod.rs", "kernels/tests.rs", "pool.rs", "store/mod.rs", "lib.rs", "commands/mod.rs"];
+        let allowed = [
+            "kernels/avx2.rs",
+            "kernels/avx512.rs",
+            "kernels/mod.rs",
+            "kernels/tests.rs",
+            "pool.rs",
+            "store/mod.rs",
+            "lib.rs",
+            "commands/mod.rs",
+        ];
         if allowed.iter().any(|a| path.ends_with(a)) {
             return;
         }
-        assert!(text.contains("#![forbid(unsafe_code)]"), "{}: no #![forbid(unsafe_code)]", path.display());
+        assert!(
+            text.contains("#![forbid(unsafe_code)]"),
+            "{}: no #![forbid(unsafe_code)]",
+            path.display()
+        );
     });
     assert!(files > 25, "only {files} files were seen");
 }

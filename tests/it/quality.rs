@@ -10,7 +10,15 @@ use crate::fixture::root;
 fn nats(args: &[&str]) -> f64 {
     let out = Command::new(env!("CARGO_BIN_EXE_glm"))
         .current_dir(root())
-        .args(["score", "models/tiny-bf16/valid/chat.txt", "--window", "512", "--no-prefix", "--parse-special", "--json"])
+        .args([
+            "score",
+            "models/tiny-bf16/valid/chat.txt",
+            "--window",
+            "512",
+            "--no-prefix",
+            "--parse-special",
+            "--json",
+        ])
         .args(args)
         .output()
         .unwrap();
@@ -42,8 +50,17 @@ fn the_built_in_container_is_what_the_converter_makes() {
         .status()
         .unwrap();
     assert!(status.success());
-    for file in ["out-00000.safetensors", "out-idx-00000.safetensors", "out-mtp-00000.safetensors", "config.json", "tokenizer.json"] {
-        let (made, shipped) = (std::fs::read(dst.join(file)).unwrap(), std::fs::read(root().join("models/tiny").join(file)).unwrap());
+    for file in [
+        "out-00000.safetensors",
+        "out-idx-00000.safetensors",
+        "out-mtp-00000.safetensors",
+        "config.json",
+        "tokenizer.json",
+    ] {
+        let (made, shipped) = (
+            std::fs::read(dst.join(file)).unwrap(),
+            std::fs::read(root().join("models/tiny").join(file)).unwrap(),
+        );
         assert!(made == shipped, "models/tiny/{file} is stale: run tools/make-builtin.sh");
     }
 }
