@@ -11,7 +11,6 @@ use serde_json::{Value, json};
 use super::{Outcome, human_bytes, print_json};
 use crate::cli::InspectArgs;
 use crate::engine::read_config;
-use crate::kernels::Format;
 use crate::model::config::Config;
 use crate::model::kv::{KvCache, KvType};
 use crate::model::weights::{self, BindOptions, Census, Class};
@@ -41,7 +40,7 @@ pub(super) fn inspect(args: &InspectArgs) -> Result<Outcome> {
         t.bytes += f.bytes as u64;
     }
     let problems = problems(&config, &shards, &census, dir);
-    let warnings = warnings(&config, &census);
+    let warnings = weights::warnings(&config, &census);
     if args.json {
         print_json(&report_json(&config, &shards, &census, &totals, &problems, &warnings))?;
     } else {
@@ -74,23 +73,6 @@ fn problems(config: &Config, shards: &Shards, census: &Census, dir: &Path) -> Ve
         },
     }
     problems
-}
-
-/// What runs, but not as well as it could.
-fn warnings(config: &Config, census: &Census) -> Vec<String> {
-    let mut warnings = Vec::new();
-    if config.mtp && !census.mtp {
-        warnings
-            .push("config.json promises an MTP layer, the files have none: no drafts".to_owned());
-    }
-    let per_row = census
-        .found
-        .iter()
-        .find(|f| f.class == Class::MtpProjection && f.format == Format::Int4 { group: 0 });
-    if let Some(f) = per_row {
-        warnings.push(format!("{}: int4 with one scale per row rounds its embedding half to zero: drafts will not be accepted", f.name));
-    }
-    warnings
 }
 
 fn report(

@@ -140,7 +140,11 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
     let spinner = progress_bar(args.quiet, None, &format!("loading {}", dir.display()));
     let engine = Engine::open(dir, &options);
     spinner.finish_and_clear();
-    engine
+    let engine = engine?;
+    if !args.quiet {
+        engine.model.warnings().iter().for_each(|w| stderr_line(&format!("warning: {w}")));
+    }
+    Ok(engine)
 }
 
 /// A progress bar on stderr, hidden where stderr is no terminal. `len` of `None` makes a spinner.

@@ -27,7 +27,7 @@ use kv::KvCache;
 pub use moe::Route;
 pub use profile::{Phase, Profile};
 use rope::Rope;
-use weights::{BindOptions, Layer, Weights};
+use weights::{BindOptions, Bound, Layer, Weights};
 
 use crate::experts::Experts;
 use crate::kernels::{Acts, KeySet};
@@ -101,6 +101,7 @@ pub struct Model {
     experts: Experts,
     rope: Rope,
     max_context: usize,
+    warnings: Vec<String>,
 }
 
 /// Buffers of a forward pass; they grow to the largest pass and stay.
@@ -135,16 +136,21 @@ impl Model {
         compute: Compute,
         dir: Option<&Path>,
     ) -> Result<Self> {
-        let (weights, experts) = weights::bind(&config, shards, options, dir)?;
+        let Bound { weights, experts, warnings } = weights::bind(&config, shards, options, dir)?;
         let rope = Rope::new(config.rope_theta, config.d_rope);
         let limit = config.indexer.as_ref().filter(|_| options.no_indexer).map(|x| x.top_k);
         let max_context = limit.unwrap_or(usize::MAX).min(config.max_positions);
-        Ok(Self { config, compute, weights, experts, rope, max_context })
+        Ok(Self { config, compute, weights, experts, rope, max_context, warnings })
     }
 
     /// Longest context: the config's, or the indexer's `top_k` when it was left out.
     pub fn max_context(&self) -> usize {
         self.max_context
+    }
+
+    /// What is worth telling about the files.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 
     /// Whether the MTP layer is loaded.

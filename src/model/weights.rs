@@ -166,6 +166,16 @@ pub struct Weights {
     pub mtp: Option<Mtp>,
 }
 
+/// Everything bound, and what is worth telling about it.
+pub struct Bound {
+    /// Resident weights.
+    pub weights: Weights,
+    /// Routed experts.
+    pub experts: Experts,
+    /// See [`warnings`].
+    pub warnings: Vec<String>,
+}
+
 /// How weights are bound.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct BindOptions {
@@ -243,13 +253,14 @@ pub fn bind(
     shards: &Shards,
     options: BindOptions,
     dir: Option<&Path>,
-) -> Result<(Weights, Experts)> {
+) -> Result<Bound> {
     let census = census(config, shards, options)?;
     if !census.missing.is_empty() {
         let at = dir.map_or_else(String::new, |d| format!("{}: ", d.display()));
         bail!("{at}{}", explain_missing(config, shards, &census, dir));
     }
-    Binder::new(config, shards, options, false).bind()
+    let (weights, experts) = Binder::new(config, shards, options, false).bind()?;
+    Ok(Bound { weights, experts, warnings: warnings(config, &census) })
 }
 
 struct Binder<'a> {
@@ -597,6 +608,32 @@ fn float_format(dtype: Dtype) -> Option<Format> {
         Dtype::BF16 => Some(Format::Bf16),
         _ => None,
     }
+}
+
+/// What runs, but not as well as it could, or not what the files were made for.
+pub fn warnings(config: &Config, census: &Census) -> Vec<String> {
+    let mut warnings = Vec::new();
+    if config.mtp && !census.mtp {
+        warnings.push("config.json promises an MTP layer, the files have none: no drafts".to_owned());
+    }
+    let per_row = Format::Int4 { group: 0 };
+    let eh = census.found.iter().find(|f| f.class == Class::MtpProjection && f.format == per_row);
+    if let Some(f) = eh {
+        warnings.push(format!(
+            "{}: int4 with one scale per row rounds its embedding half to zero, drafts will hardly be accepted; \
+             take an int8 or grouped MTP file",
+            f.name
+        ));
+    }
+    let layer = |n: &str| n.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok();
+    let beyond = census.unused.iter().filter(|n| layer(n).is_some_and(|i| i > config.n_layers)).count();
+    if beyond > 0 {
+        warnings.push(format!(
+            "{beyond} tensors belong to layers beyond the {} of config.json and are not used; is it the right config?",
+            config.n_layers
+        ));
+    }
+    warnings
 }
 
 // ------------------------------------------------------------------------------------------------ what is missing
