@@ -14,8 +14,9 @@ use super::{Outcome, cancel_flag, human_bytes, progress_bar, stderr_line};
 use crate::cli::ConvertArgs;
 use crate::engine::read_config;
 use crate::kernels::Format;
+use crate::model::census::Found;
 use crate::model::config::Config;
-use crate::model::weights::{self, BindOptions, Class, Found};
+use crate::model::weights::{self, BindOptions, Class};
 use crate::store::{Shards, quant};
 
 /// A file is closed at the next layer once it holds this much.
@@ -37,7 +38,7 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<Outcome> {
     let shards = Shards::open(src)?;
     let census = weights::census(&config, &shards, BindOptions::default())?;
     if !census.missing.is_empty() {
-        bail!("{}", weights::explain_missing(&config, &shards, &census, Some(src)));
+        bail!("{}", census.explain_missing(&config, &shards, Some(src)));
     }
     if let Some(f) = census.found.iter().find(|f| f.format.is_integer()) {
         bail!(
@@ -112,7 +113,7 @@ fn prepare_destination(dst: &Path) -> Result<()> {
 /// Main model, indexer and MTP layer go to files of their own, as containers in circulation have them.
 fn parts<'a>(config: &Config, found: &'a [Found]) -> [(&'static str, Vec<&'a Found>); 3] {
     let is_mtp = |f: &Found| f.layer == Some(config.n_layers);
-    let is_index = |f: &Found| f.name.contains(".indexer.");
+    let is_index = |f: &Found| weights::is_indexer(&f.name);
     let pick = |want: &dyn Fn(&Found) -> bool| found.iter().filter(|f| want(f)).collect();
     [
         ("out", pick(&|f| !is_mtp(f) && !is_index(f))),

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod census;
 mod compute;
 pub mod config;
 mod dsa;

@@ -5,11 +5,12 @@
 //! before everything is known to be there and to have the right size.
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
+use std::collections::HashSet;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use super::census::{Census, Found};
 use super::config::Config;
 use crate::experts::{Experts, GatedMlp};
 use crate::kernels::{FP8_BLOCK, Format, Kernels};
@@ -56,25 +57,6 @@ impl Class {
             Self::MtpProjection => "mtp projection",
         }
     }
-}
-
-/// One tensor as found, for the census and for conversion.
-#[derive(Clone, Debug)]
-pub struct Found {
-    /// Checkpoint name.
-    pub name: String,
-    /// What it is for.
-    pub class: Class,
-    /// Layer, or `None` for embedding, head and final norm.
-    pub layer: Option<usize>,
-    /// Outputs; a vector has one row.
-    pub rows: usize,
-    /// Inputs, or the length of a vector.
-    pub cols: usize,
-    /// Stored format.
-    pub format: Format,
-    /// Stored bytes, scales included.
-    pub bytes: usize,
 }
 
 /// Attention weights of one layer.
@@ -172,7 +154,7 @@ pub struct Bound {
     pub weights: Weights,
     /// Routed experts.
     pub experts: Experts,
-    /// See [`warnings`].
+    /// See [`Census::warnings`].
     pub warnings: Vec<String>,
 }
 
@@ -185,21 +167,24 @@ pub struct BindOptions {
     pub no_indexer: bool,
 }
 
-/// What a header-only look at the files found.
-pub struct Census {
-    /// All tensors of the model that are there.
-    pub found: Vec<Found>,
-    /// Names of those that are not.
-    pub missing: Vec<String>,
-    /// Tensors in the files that the model does not use.
-    pub unused: Vec<String>,
-    /// Whether the MTP layer is complete; config may promise one that the files lack.
-    pub mtp: bool,
-}
-
 /// Tensor name of a part of a routed expert.
 pub fn expert_name(layer: usize, id: usize, part: &str) -> String {
     format!("model.layers.{layer}.mlp.experts.{id}.{part}.weight")
+}
+
+/// The layer that a tensor belongs to, by its name.
+pub fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
+}
+
+/// Whether a tensor belongs to an indexer.
+pub fn is_indexer(name: &str) -> bool {
+    name.contains(".self_attn.indexer.")
+}
+
+/// Whether a tensor holds all experts of a layer, a form that is not read.
+pub fn is_fused_experts(name: &str) -> bool {
+    name.ends_with("mlp.experts.gate_up_proj")
 }
 
 /// The format that a matrix of this class gets when the model is quantized to `wanted`.
@@ -233,8 +218,7 @@ pub fn quantized_format(
 pub fn census(config: &Config, shards: &Shards, options: BindOptions) -> Result<Census> {
     let mut binder = Binder::new(config, shards, options, true);
     binder.bind()?;
-    let used: std::collections::HashSet<&str> =
-        binder.found.iter().map(|f| f.name.as_str()).collect();
+    let used: HashSet<&str> = binder.found.iter().map(|f| f.name.as_str()).collect();
     let is_side = |n: &str| {
         [".qs", "_scale_inv"].iter().any(|s| n.strip_suffix(s).is_some_and(|n| used.contains(n)))
     };
@@ -257,10 +241,10 @@ pub fn bind(
     let census = census(config, shards, options)?;
     if !census.missing.is_empty() {
         let at = dir.map_or_else(String::new, |d| format!("{}: ", d.display()));
-        bail!("{at}{}", explain_missing(config, shards, &census, dir));
+        bail!("{at}{}", census.explain_missing(config, shards, dir));
     }
     let (weights, experts) = Binder::new(config, shards, options, false).bind()?;
-    Ok(Bound { weights, experts, warnings: warnings(config, &census) })
+    Ok(Bound { weights, experts, warnings: census.warnings(config) })
 }
 
 struct Binder<'a> {
@@ -610,186 +594,9 @@ fn float_format(dtype: Dtype) -> Option<Format> {
     }
 }
 
-/// What runs, but not as well as it could, or not what the files were made for.
-pub fn warnings(config: &Config, census: &Census) -> Vec<String> {
-    let mut warnings = Vec::new();
-    if config.mtp && !census.mtp {
-        warnings.push("config.json promises an MTP layer, the files have none: no drafts".to_owned());
-    }
-    let per_row = Format::Int4 { group: 0 };
-    let eh = census.found.iter().find(|f| f.class == Class::MtpProjection && f.format == per_row);
-    if let Some(f) = eh {
-        warnings.push(format!(
-            "{}: int4 with one scale per row rounds its embedding half to zero, drafts will hardly be accepted; \
-             take an int8 or grouped MTP file",
-            f.name
-        ));
-    }
-    let layer = |n: &str| n.strip_prefix("model.layers.")?.split('.').next()?.parse::<usize>().ok();
-    let beyond = census.unused.iter().filter(|n| layer(n).is_some_and(|i| i > config.n_layers)).count();
-    if beyond > 0 {
-        warnings.push(format!(
-            "{beyond} tensors belong to layers beyond the {} of config.json and are not used; is it the right config?",
-            config.n_layers
-        ));
-    }
-    warnings
-}
-
-// ------------------------------------------------------------------------------------------------ what is missing
-
-/// One message for all missing tensors: how many, which layers, which files.
-pub fn explain_missing(
-    config: &Config,
-    shards: &Shards,
-    census: &Census,
-    dir: Option<&Path>,
-) -> String {
-    let total = census.found.len() + census.missing.len();
-    let mut text = format!(
-        "missing {} of {total} tensors, the first is {}",
-        census.missing.len(),
-        census.missing[0]
-    );
-    let absent = absent_layers(config, census);
-    if !absent.is_empty() {
-        text += &format!(
-            "; layers {} have no tensor at all (config.json says {} layers)",
-            ranges(&absent),
-            config.n_layers
-        );
-    }
-    let indexer = |n: &String| n.contains(".indexer.");
-    if census.missing.iter().all(indexer) {
-        text += "; config.json promises a sparse attention indexer that the files lack: add the out-idx files, or pass \
-                 --no-indexer, which is exact up to ";
-        text += &format!(
-            "{} tokens and ends the context there",
-            config.indexer.as_ref().map_or(0, |x| x.top_k)
-        );
-    }
-    let mtp = format!("model.layers.{}.", config.n_layers);
-    if census.missing.iter().all(|n| n.starts_with(&mtp)) {
-        text += &format!("; the MTP layer ({}) must be there whole or not at all", config.n_layers);
-    }
-    if shards.names().any(|n| n.ends_with("mlp.experts.gate_up_proj")) {
-        text += "; the experts are fused (mlp.experts.gate_up_proj), expected one tensor per expert as published";
-    }
-    let gaps = file_gaps(shards, census, dir);
-    if gaps.is_empty() {
-        text += "; no gap in the file numbers: the last files may be absent, compare the list of files with the download page";
-    }
-    for gap in gaps {
-        text += &format!("; {gap}");
-    }
-    text
-}
-
-fn absent_layers(config: &Config, census: &Census) -> Vec<usize> {
-    let mut present = vec![false; config.n_layers + 1];
-    for f in &census.found {
-        if let Some(i) = f.layer {
-            present[i] = true;
-        }
-    }
-    (0..config.n_layers).filter(|&i| !present[i]).collect()
-}
-
-/// `3, 7–9`.
-fn ranges(sorted: &[usize]) -> String {
-    let parts: Vec<String> =
-        sorted
-            .chunk_by(|a, b| a + 1 == *b)
-            .map(|r| {
-                if r.len() == 1 {
-                    r[0].to_string()
-                } else {
-                    format!("{}–{}", r[0], r[r.len() - 1])
-                }
-            })
-            .collect();
-    parts.join(", ")
-}
-
-/// What file names and the index say about absent files.
-fn file_gaps(shards: &Shards, census: &Census, dir: Option<&Path>) -> Vec<String> {
-    let names: Vec<String> = shards
-        .files()
-        .iter()
-        .filter_map(|f| Some(f.path.file_name()?.to_string_lossy().into_owned()))
-        .collect();
-    let mut gaps = Vec::new();
-    // The index of a published checkpoint says which file should hold each tensor.
-    let index = dir.and_then(|d| std::fs::read(d.join("model.safetensors.index.json")).ok());
-    let index: Option<serde_json::Value> = index.and_then(|b| serde_json::from_slice(&b).ok());
-    if let Some(map) = index.as_ref().and_then(|v| v.get("weight_map")) {
-        let files: std::collections::BTreeSet<&str> = census
-            .missing
-            .iter()
-            .filter_map(|n| map.get(n)?.as_str())
-            .filter(|f| !names.iter().any(|n| n == f))
-            .collect();
-        if !files.is_empty() {
-            gaps.push(format!(
-                "by model.safetensors.index.json they are in {}, which is absent",
-                files.into_iter().collect::<Vec<_>>().join(", ")
-            ));
-            return gaps;
-        }
-    }
-    // Numbered files: prefix-NNNNN or prefix-NNNNN-of-MMMMM.
-    let mut series: BTreeMap<(String, Option<usize>), Vec<usize>> = BTreeMap::new();
-    for name in &names {
-        if let Some((prefix, number, of)) = numbered(name) {
-            series.entry((prefix, of)).or_default().push(number);
-        }
-    }
-    for ((prefix, of), numbers) in series {
-        let (first, last) = match of {
-            Some(of) => (1, of),
-            None => (0, numbers.iter().copied().max().unwrap_or(0)),
-        };
-        if last > 1 << 20 {
-            continue;
-        }
-        let absent: Vec<usize> = (first..=last).filter(|n| !numbers.contains(n)).collect();
-        if !absent.is_empty() {
-            let total = last + 1 - first;
-            gaps.push(format!(
-                "of {total} files {prefix}-*.safetensors the numbers {} are absent",
-                ranges(&absent)
-            ));
-        }
-    }
-    gaps
-}
-
-/// Splits `prefix-NNNNN[-of-MMMMM].safetensors`.
-fn numbered(name: &str) -> Option<(String, usize, Option<usize>)> {
-    let stem = name.strip_suffix(".safetensors")?;
-    let (stem, of) = match stem.rsplit_once("-of-") {
-        Some((s, of)) => (s, Some(of.parse().ok()?)),
-        None => (stem, None),
-    };
-    let (prefix, number) = stem.rsplit_once('-')?;
-    Some((prefix.to_owned(), number.parse().ok()?, of))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn file_names_and_ranges() {
-        assert_eq!(numbered("out-00012.safetensors"), Some(("out".into(), 12, None)));
-        assert_eq!(numbered("out-mtp-00000.safetensors"), Some(("out-mtp".into(), 0, None)));
-        assert_eq!(
-            numbered("model-00002-of-00141.safetensors"),
-            Some(("model".into(), 2, Some(141)))
-        );
-        assert_eq!(numbered("model.safetensors"), None);
-        assert_eq!(ranges(&[0, 2, 3, 4, 9]), "0, 2–4, 9");
-    }
 
     #[test]
     fn quantized_classes() {
