@@ -119,8 +119,8 @@ pub struct RunArgs {
     /// Complete the text as it is, without the chat template
     #[arg(long)]
     pub raw: bool,
-    /// With --raw: do not put [gMASK]<sop> before the text
-    #[arg(long, requires = "raw")]
+    /// Leaves the model's prefix out.
+    #[arg(long, requires = "raw", help = "With --raw: do not put [gMASK]<sop> before the text")]
     pub no_prefix: bool,
     /// Let the model think before it answers
     #[arg(long, conflicts_with_all = ["no_think", "raw"])]
@@ -203,8 +203,8 @@ pub struct ScoreArgs {
     /// Text: read control tokens such as <|user|> in the text as such
     #[arg(long)]
     pub parse_special: bool,
-    /// Do not put [gMASK]<sop> before sequences
-    #[arg(long)]
+    /// Leaves the model's prefix out.
+    #[arg(long, help = "Do not put [gMASK]<sop> before sequences")]
     pub no_prefix: bool,
     /// Print one JSON object
     #[arg(long)]

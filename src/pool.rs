@@ -2,10 +2,10 @@
 //!
 //! Workers spin for some tens of microseconds after a section, then park, so an idle engine costs nothing. Tasks are
 //! taken from a shared counter; which thread runs a task never changes a result, because a task owns its outputs and
-//! no sum is split between tasks. This is the only place that spawns compute threads.
+//! no sum is split between tasks. This is the only place that spawns threads for a forward pass (packing uses rayon).
 
 use std::any::Any;
-use std::cell::UnsafeCell;
+use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -78,17 +78,22 @@ impl Pool {
     }
 
     /// Runs `body(0) … body(tasks - 1)`, each exactly once, and returns when all are done. A panic in a task is
-    /// raised again here after the others finished. Must not be called from inside a task.
+    /// raised again here after the others finished.
+    ///
+    /// # Panics
+    /// When called from inside a task: sections do not nest.
     pub fn par(&self, tasks: usize, body: impl Fn(usize) + Sync) {
+        assert!(!IN_TASK.get(), "a parallel section inside a task");
         if tasks <= 1 || self.workers.is_empty() {
+            let _inside = InTask::enter();
             (0..tasks).for_each(body);
             return;
         }
         let _section = self.section.lock().unwrap_or_else(PoisonError::into_inner);
         let s = &*self.shared;
         let body: &(dyn Fn(usize) + Sync) = &body;
-        // SAFETY: only the lifetime is erased. The closure outlives every use: this function does not return or unwind
-        // before the section is closed and empty, and workers touch the pointer only while inside.
+        // SAFETY: only the lifetime is erased. The closure outlives every use: the guard below keeps this function from
+        // returning or unwinding before the section is closed and empty, and workers touch the pointer only inside.
         let job = unsafe {
             std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(body)
         };
@@ -96,21 +101,26 @@ impl Pool {
         unsafe { *s.job.get() = Some((std::ptr::from_ref(job), tasks)) };
         s.next.store(0, Ordering::Relaxed);
         let generation = (s.state.load(Ordering::Relaxed) >> 32).wrapping_add(1);
+        let open = OpenSection(s);
         s.state.store(generation << 32 | OPEN, Ordering::Release);
         for w in self.workers.iter().take(tasks - 1) {
             w.thread().unpark();
         }
         s.take_tasks(body, tasks);
-        s.state.fetch_and(!OPEN, Ordering::AcqRel);
-        let mut spins = 0u32;
-        while s.state.load(Ordering::Acquire) & INSIDE != 0 {
-            spins += 1;
-            if spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
-        }
+        drop(open);
         let panic = s.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(payload) = panic {
             resume_unwind(payload);
         }
+    }
+
+    /// Runs `f` on every item, in parallel.
+    pub fn par_each<T: Send>(&self, items: Vec<T>, f: impl Fn(T) + Sync) {
+        let slots: Vec<Mutex<Option<T>>> = items.into_iter().map(|t| Mutex::new(Some(t))).collect();
+        self.par(slots.len(), |i| {
+            let item = slots[i].lock().unwrap_or_else(PoisonError::into_inner).take();
+            item.into_iter().for_each(&f);
+        });
     }
 
     /// `[f(0), …, f(n - 1)]`, computed in parallel.
@@ -137,7 +147,7 @@ impl Pool {
     ) {
         assert!(stride > 0 && chunk > 0, "a tile has at least one column");
         assert!(
-            bounds.is_sorted() && bounds.last().is_none_or(|&b| b * stride <= y.len()),
+            bounds.is_sorted() && bounds.last().is_none_or(|&b| b <= y.len() / stride),
             "bands lie inside y"
         );
         let chunks = stride.div_ceil(chunk);
@@ -166,10 +176,8 @@ unsafe impl Sync for SendPtr {}
 pub struct TileMut<'a> {
     base: *mut f32,
     stride: usize,
-    /// Rows of the matrix that the tile covers.
-    pub rows: Range<usize>,
-    /// Columns of the matrix that the tile covers.
-    pub cols: Range<usize>,
+    rows: Range<usize>,
+    cols: Range<usize>,
     _y: PhantomData<&'a mut [f32]>,
 }
 
@@ -178,6 +186,18 @@ impl<'a> TileMut<'a> {
     pub fn whole(y: &'a mut [f32], stride: usize) -> Self {
         let rows = y.len() / stride.max(1);
         Self { base: y.as_mut_ptr(), stride, rows: 0..rows, cols: 0..stride, _y: PhantomData }
+    }
+
+    /// Rows of the matrix that the tile covers.
+    #[inline]
+    pub fn rows(&self) -> Range<usize> {
+        self.rows.clone()
+    }
+
+    /// Columns of the matrix that the tile covers.
+    #[inline]
+    pub fn cols(&self) -> Range<usize> {
+        self.cols.clone()
     }
 
     /// The tile's part of its `i`-th row: `cols.len()` values.
@@ -196,15 +216,65 @@ impl<'a> TileMut<'a> {
     }
 }
 
+thread_local! {
+    /// Whether this thread runs a task.
+    static IN_TASK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Marks this thread as running a task until dropped.
+struct InTask;
+
+impl InTask {
+    fn enter() -> Self {
+        IN_TASK.set(true);
+        Self
+    }
+}
+
+impl Drop for InTask {
+    fn drop(&mut self) {
+        IN_TASK.set(false);
+    }
+}
+
+/// Closes the section when dropped, and waits until no worker is inside.
+struct OpenSection<'a>(&'a Shared);
+
+impl Drop for OpenSection<'_> {
+    fn drop(&mut self) {
+        self.0.state.fetch_and(!OPEN, Ordering::AcqRel);
+        let mut spins = 0u32;
+        while self.0.state.load(Ordering::Acquire) & INSIDE != 0 {
+            spins += 1;
+            if spins < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
+        }
+    }
+}
+
+/// Counts a worker out of the section when dropped.
+struct Inside<'a>(&'a Shared);
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.0.state.fetch_sub(1, Ordering::Release);
+    }
+}
+
 impl Shared {
     fn take_tasks(&self, body: &(dyn Fn(usize) + Sync), tasks: usize) {
+        let _inside = InTask::enter();
         loop {
             let task = self.next.fetch_add(1, Ordering::Relaxed);
             if task >= tasks {
                 return;
             }
             if let Err(payload) = catch_unwind(AssertUnwindSafe(|| body(task))) {
-                self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(payload);
+                let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
+                match *first {
+                    None => *first = Some(payload),
+                    // Dropping a payload may panic in turn; a second one is only leaked.
+                    Some(_) => std::mem::forget(payload),
+                }
             }
         }
     }
@@ -238,12 +308,12 @@ fn worker(s: &Shared) {
                 Ordering::Acquire,
             ) {
                 Ok(_) => {
+                    let _inside = Inside(s);
                     // SAFETY: inside an open section: `par` wrote the job before opening and waits for this worker.
                     if let Some((body, tasks)) = unsafe { *s.job.get() } {
                         // SAFETY: the closure is alive until this worker has left.
                         s.take_tasks(unsafe { &*body }, tasks);
                     }
-                    s.state.fetch_sub(1, Ordering::Release);
                     break;
                 }
                 Err(now) => state = now,
@@ -290,7 +360,7 @@ mod tests {
         let pool = Pool::new(3);
         let mut y = vec![0.0; 7 * 10];
         pool.par_tiles(&mut y, 10, &[0, 2, 2, 6], 4, |band, mut t| {
-            for i in 0..t.rows.len() {
+            for i in 0..t.rows().len() {
                 t.row(i).iter_mut().for_each(|v| *v += band as f32 + 1.0);
             }
         });

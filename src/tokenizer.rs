@@ -253,14 +253,27 @@ impl Tokenizer {
     /// # Errors
     /// Fails where [`Tokenizer::encode_text`] does.
     pub fn encode(&self, rendered: &str) -> Result<Vec<u32>> {
+        self.encode_pieces(rendered, unescape)
+    }
+
+    /// Encodes text whose control tokens are meant as such and in which nothing is escaped, like a
+    /// file of training documents. Equals Hugging Face's `encode(text, add_special_tokens=False)`.
+    ///
+    /// # Errors
+    /// Fails where [`Tokenizer::encode_text`] does.
+    pub fn encode_special(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_pieces(text, |piece| Cow::Borrowed(piece))
+    }
+
+    fn encode_pieces(&self, text: &str, plain: fn(&str) -> Cow<'_, str>) -> Result<Vec<u32>> {
         let mut ids = Vec::new();
         let mut start = 0;
-        for m in self.longest.find_iter(rendered) {
-            self.push_text(&unescape(&rendered[start..m.start()]), &mut ids)?;
+        for m in self.longest.find_iter(text) {
+            self.push_text(&plain(&text[start..m.start()]), &mut ids)?;
             ids.push(self.controls[m.pattern().as_usize()].id);
             start = m.end();
         }
-        self.push_text(&unescape(&rendered[start..]), &mut ids)?;
+        self.push_text(&plain(&text[start..]), &mut ids)?;
         Ok(ids)
     }
 

@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::io::Write;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use super::{Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, round};
 use crate::cli::BenchArgs;
 use crate::engine::Engine;
+use crate::model::Cancelled;
 use crate::sample::argmax;
 use crate::sys;
 
@@ -44,11 +45,11 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Outcome> {
         let mut m = Measured { prompt: prompt as usize, prefill: Vec::new(), decode: Vec::new() };
         // The first repeat warms caches up and is not counted.
         for rep in 0..=args.reps {
-            let (prefill, decode) = measure(&engine, prompt as usize, generate)?;
-            if cancel.load(Ordering::Relaxed) {
-                bar.finish_and_clear();
-                return Ok(Outcome::Interrupted);
-            }
+            let measured = measure(&engine, prompt as usize, generate, cancel);
+            let (prefill, decode) = match measured {
+                Err(e) if e.is::<Cancelled>() => return Ok(Outcome::Interrupted),
+                other => other?,
+            };
             if rep > 0 {
                 m.prefill.push(prefill);
                 m.decode.push(decode);
@@ -70,16 +71,21 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Outcome> {
 }
 
 /// Tokens per second of one prefill and of one greedy decode after it.
-fn measure(engine: &Engine, prompt: usize, generate: usize) -> Result<(f64, f64)> {
+fn measure(
+    engine: &Engine,
+    prompt: usize,
+    generate: usize,
+    cancel: &AtomicBool,
+) -> Result<(f64, f64)> {
     let ids = random_ids(prompt, engine.model.config.vocab);
     let mut session = engine.session();
     let started = Instant::now();
-    session.prefill(engine, &ids, None, None)?;
+    session.prefill(engine, &ids, Some(cancel), None)?;
     let prefill = started.elapsed().as_secs_f64();
     let started = Instant::now();
     for _ in 0..generate {
         let id = argmax(session.logits());
-        session.push(engine, id, None)?;
+        session.push(engine, id, Some(cancel))?;
     }
     Ok((rate(prompt, prefill), rate(generate, started.elapsed().as_secs_f64())))
 }
@@ -132,7 +138,7 @@ fn report_json(engine: &Engine, args: &BenchArgs, rows: &[Measured]) -> Value {
     json!({
         "version": super::version(),
         "cpu": sys::cpu_name(),
-        "model": engine.dir.as_ref().map_or_else(|| "built-in".to_owned(), |d| d.display().to_string()),
+        "model": engine.label(),
         "kernels": engine.model.compute.kernels.isa().name(),
         "threads": engine.model.compute.pool.threads(),
         "reps": args.reps,

@@ -152,7 +152,9 @@ impl Shard {
             None => {
                 // Norms and router are f32 in containers; what is large and stays float keeps its width.
                 let (format, dtype) = match (f.class, mat.format()) {
-                    (Class::Norm | Class::Router, _) => (Format::F32, Dtype::F32),
+                    (Class::Norm | Class::Router | Class::HeadWeights, _) => {
+                        (Format::F32, Dtype::F32)
+                    }
                     (_, Format::Bf16) => (Format::Bf16, Dtype::BF16),
                     (_, Format::F16) => (Format::F16, Dtype::F16),
                     _ => (Format::F32, Dtype::F32),

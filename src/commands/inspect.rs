@@ -10,13 +10,12 @@ use serde_json::{Value, json};
 
 use super::{Outcome, human_bytes, print_json};
 use crate::cli::InspectArgs;
-use crate::engine::read_config;
+use crate::engine::{read_config, read_tokenizer};
 use crate::model::census::Census;
 use crate::model::config::Config;
 use crate::model::kv::{KvCache, KvType};
 use crate::model::weights::{self, BindOptions, Class};
 use crate::store::Shards;
-use crate::tokenizer::Tokenizer;
 
 /// Tensors and bytes of one class in one format.
 #[derive(Default)]
@@ -55,21 +54,8 @@ fn problems(config: &Config, shards: &Shards, census: &Census, dir: &Path) -> Ve
     if !census.missing.is_empty() {
         problems.push(census.explain_missing(config, shards, Some(dir)));
     }
-    let path = dir.join("tokenizer.json");
-    match std::fs::read(&path) {
-        Err(e) => problems.push(format!("cannot read {}: {e}", path.display())),
-        Ok(bytes) => match Tokenizer::from_bytes(&bytes, &path.display().to_string()) {
-            Err(e) => problems.push(format!("{e:#}")),
-            Ok(t) if t.vocab_len() > config.vocab => {
-                problems.push(format!(
-                    "{}: {} ids, but the model has {} rows",
-                    path.display(),
-                    t.vocab_len(),
-                    config.vocab
-                ));
-            }
-            Ok(_) => {}
-        },
+    if let Err(e) = read_tokenizer(dir, config) {
+        problems.push(format!("{e:#}"));
     }
     problems
 }

@@ -64,13 +64,13 @@ pub fn dispatch(command: Command) -> Result<Outcome> {
     }
 }
 
-/// Version, commit and the kernels that this CPU can run, the one in use first.
+/// Version, commit and the kernels that this CPU can run, the default first.
 pub fn version() -> &'static str {
     static VERSION: OnceLock<String> = OnceLock::new();
     VERSION.get_or_init(|| {
         let mut isas: Vec<String> =
             Isa::available().iter().rev().map(ToString::to_string).collect();
-        isas[0] += " (in use)";
+        isas[0] += " (default)";
         format!(
             "{} (commit {}), kernels: {}",
             env!("CARGO_PKG_VERSION"),
@@ -80,7 +80,7 @@ pub fn version() -> &'static str {
     })
 }
 
-/// Prints an error with its causes on one line, and its hint on the next.
+/// Prints an error with its causes on one line.
 pub fn print_error(e: &anyhow::Error) {
     stderr_line(&format!("error: {e:#}"));
 }

@@ -47,7 +47,7 @@ pub(super) fn run(args: &RunArgs) -> Result<Outcome> {
     let prefill_s = started.elapsed().as_secs_f64();
 
     let generation = Generation::new(&engine, &mut session, request, cancel)?;
-    let answer = stream(generation, &engine, args)?;
+    let answer = stream(generation, args)?;
     let stats =
         Stats { prompt_tokens: prompt_len, prefill_s, answer: &answer, seed, engine: &engine };
     if args.json {
@@ -134,7 +134,7 @@ struct Answer {
 }
 
 /// Runs the generation, printing as it goes unless JSON is wanted.
-fn stream(mut generation: Generation<'_>, engine: &Engine, args: &RunArgs) -> Result<Answer> {
+fn stream(mut generation: Generation<'_>, args: &RunArgs) -> Result<Answer> {
     let dim = std::io::stderr().is_terminal()
         && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr());
@@ -191,7 +191,6 @@ fn stream(mut generation: Generation<'_>, engine: &Engine, args: &RunArgs) -> Re
         }
         out.flush().context("cannot write to stdout")?;
     }
-    let _ = engine;
     Ok(answer)
 }
 
@@ -225,7 +224,7 @@ impl Stats<'_> {
         let ids: Vec<u32> = a.tokens.iter().map(|t| t.id).collect();
         let prompt_ids = &session.tokens()[..self.prompt_tokens];
         let mut v = json!({
-            "model": self.engine.dir.as_ref().map_or_else(|| "built-in".to_owned(), |d| d.display().to_string()),
+            "model": self.engine.label(),
             "text": a.text,
             "reasoning": a.reasoning,
             "finish_reason": a.finish.name(),

@@ -40,6 +40,9 @@ pub(super) fn score(args: &ScoreArgs) -> Result<Outcome> {
     }
     let cancel = cancel_flag()?;
     let engine = open_engine(&args.engine)?;
+    if engine.tokenizer.prefix().is_none() && !args.no_prefix && !args.engine.quiet {
+        stderr_line("note: the tokenizer has no [gMASK] and <sop>: sequences get no prefix");
+    }
     let mut scorer =
         Scorer { engine: &engine, session: engine.session(), args, cancel, sum: Sum::default() };
     let result = match form {
@@ -149,15 +152,18 @@ impl Scorer<'_> {
     fn text(&mut self, text: &str) -> Result<()> {
         let tokenizer = &self.engine.tokenizer;
         let ids = if self.args.parse_special {
-            tokenizer.encode(&escape_marker(text))?
+            tokenizer.encode_special(text)?
         } else {
             tokenizer.encode_text(text)?
         };
-        let room = self.engine.context().saturating_sub(if self.args.no_prefix { 0 } else { 2 });
+        // One position more than the context can be scored: the last token is only a target.
+        let room =
+            self.engine.context() + 1 - self.prefix_for(&[]).len().min(self.engine.context());
         let window = self.args.window.map_or(WINDOW.min(room), |w| w as usize);
-        if window > room {
+        if window > room || room < 2 {
+            let context = self.engine.context();
             return Err(Usage(format!(
-                "--window {window} exceeds the context, which holds {room} tokens"
+                "a window of {window} tokens does not fit: with its prefix the context of {context} holds {room}"
             ))
             .into());
         }
@@ -202,6 +208,7 @@ impl Scorer<'_> {
         report["window"] = window.into();
         report["stride"] = stride.into();
         report["text_tokens"] = ids.len().into();
+        report["left_out_tokens"] = (ids.len() - scored_to).into();
         self.print(&report, &[])
     }
 
@@ -303,8 +310,9 @@ impl Scorer<'_> {
                 bail!("{at}: {} fields, expected <ctxlen> <contlen> <id> …", fields.len())
             };
             let total = ctx.saturating_add(*cont);
+            // Nothing to score is answered, not refused: harnesses count lines.
             let scored = if total <= 0 || *ctx < 1 || *cont < 0 {
-                Scored { logprob: 0.0, tokens: 0, greedy: false }
+                None
             } else {
                 ensure!(
                     total == ids.len() as i64,
@@ -321,21 +329,19 @@ impl Scorer<'_> {
                 let mut sequence = self.prefix_for(&ids);
                 let from = sequence.len() + *ctx as usize;
                 sequence.extend(ids);
-                self.sequence(&sequence, from).with_context(|| at.clone())?
+                Some(self.sequence(&sequence, from).with_context(|| at.clone())?)
             };
             if self.args.json {
-                results.push(json!({"logprob": round(scored.logprob, 6), "tokens": scored.tokens, "greedy": scored.greedy}));
-            } else if total <= 0 || *ctx < 1 || *cont < 0 {
-                writeln!(out, "0 0 0").context("cannot write to stdout")?;
+                let s = scored.unwrap_or(Scored { logprob: 0.0, tokens: 0, greedy: false });
+                results.push(
+                    json!({"logprob": round(s.logprob, 6), "tokens": s.tokens, "greedy": s.greedy}),
+                );
             } else {
-                writeln!(
-                    out,
-                    "{:.6} {} {}",
-                    scored.logprob,
-                    scored.tokens,
-                    u8::from(scored.greedy)
-                )
-                .context("cannot write to stdout")?;
+                let line = scored.map_or_else(
+                    || "0 0 0".to_owned(),
+                    |s| format!("{:.6} {} {}", s.logprob, s.tokens, u8::from(s.greedy)),
+                );
+                writeln!(out, "{line}").context("cannot write to stdout")?;
             }
             out.flush().context("cannot write to stdout")?;
             bar.inc(1);
@@ -356,16 +362,15 @@ impl Scorer<'_> {
 
     fn report(&self, seconds: f64) -> Value {
         let s = &self.sum;
-        let nats = if s.tokens > 0 { -s.logprob / s.tokens as f64 } else { 0.0 };
-        let bits =
-            if s.bytes > 0 { -s.logprob / std::f64::consts::LN_2 / s.bytes as f64 } else { 0.0 };
+        // A figure over nothing is null, not a perfect score.
+        let over = |n: usize, x: f64| (n > 0).then(|| round(x / n as f64, 6));
         json!({
             "tokens": s.tokens,
             "bytes": s.bytes,
             "logprob": round(s.logprob, 6),
-            "nats_per_token": round(nats, 6),
-            "perplexity": round(nats.exp(), 6),
-            "bits_per_byte": round(bits, 6),
+            "nats_per_token": over(s.tokens, -s.logprob),
+            "perplexity": (s.tokens > 0).then(|| round((-s.logprob / s.tokens as f64).exp(), 6)),
+            "bits_per_byte": over(s.bytes, -s.logprob / std::f64::consts::LN_2),
             "processed_tokens": s.processed,
             "seconds": round(seconds, 3),
             "tok_s": round(rate(s.processed, seconds), 2),
@@ -373,23 +378,22 @@ impl Scorer<'_> {
     }
 
     fn summary(&self, r: &Value) -> String {
-        let f = |key: &str| r[key].as_f64().unwrap_or(0.0);
+        let f = |key: &str| r[key].as_f64().map_or_else(|| "–".to_owned(), |x| format!("{x:.4}"));
         let mut s = format!(
-            "perplexity {:.4}, {:.4} nats/token, {:.4} bits/byte over {} tokens, {:.1} tok/s, {}",
+            "perplexity {}, {} nats/token, {} bits/byte over {} tokens, {:.1} tok/s, {}",
             f("perplexity"),
             f("nats_per_token"),
             f("bits_per_byte"),
             self.sum.tokens,
-            f("tok_s"),
+            r["tok_s"].as_f64().unwrap_or(0.0),
             self.engine.describe_compute()
         );
+        if let Some(n) = r["left_out_tokens"].as_u64().filter(|n| *n > 0) {
+            s += &format!("; {n} tokens at the end fill no window and are left out");
+        }
         if r.get("accuracy").is_some() {
-            s = format!(
-                "accuracy {:.4}, length-normalised {:.4} over {} rows; {s}",
-                f("accuracy"),
-                f("accuracy_norm"),
-                r["rows"]
-            );
+            let (plain, norm) = (f("accuracy"), f("accuracy_norm"));
+            s = format!("accuracy {plain}, length-normalised {norm} over {} rows; {s}", r["rows"]);
         }
         s
     }
@@ -398,12 +402,7 @@ impl Scorer<'_> {
     fn print(&self, report: &Value, rows: &[Value]) -> Result<()> {
         if self.args.json {
             let mut v = report.clone();
-            v["model"] = self
-                .engine
-                .dir
-                .as_ref()
-                .map_or_else(|| "built-in".to_owned(), |d| d.display().to_string())
-                .into();
+            v["model"] = self.engine.label().into();
             v["kernels"] = self.engine.model.compute.kernels.isa().name().into();
             v["cpu"] = sys::cpu_name().into();
             if !rows.is_empty() {
@@ -413,11 +412,6 @@ impl Scorer<'_> {
         }
         writeln!(std::io::stdout(), "{}", self.summary(report)).context("cannot write to stdout")
     }
-}
-
-/// Text whose control tokens are meant: only the tokenizer's own escape marker must stay text.
-fn escape_marker(text: &str) -> String {
-    text.replace('\u{FDD0}', "\u{FDD0}\u{FDD1}")
 }
 
 enum Row {

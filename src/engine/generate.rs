@@ -1,6 +1,7 @@
 //! The decode loop as an iterator of events: sampling, stop rules, whole characters, reasoning apart from the answer.
 #![forbid(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use anyhow::{Result, ensure};
 
 use super::{Engine, Session};
 use crate::model::Cancelled;
-use crate::sample::{SampleParams, Sampler, log_softmax_top, logprob};
+use crate::sample::{SampleParams, Sampler, log_softmax_top};
 use crate::tokenizer::Utf8Stream;
 
 /// What to generate.
@@ -91,12 +92,15 @@ pub struct Generation<'a> {
     end_think: Option<u32>,
     /// Answer text that may be the beginning of a stop text.
     held: String,
-    queue: std::collections::VecDeque<Event>,
+    queue: VecDeque<Event>,
+    /// An error that waits until the queue is empty.
+    failed: Option<anyhow::Error>,
+    failed_once: bool,
     /// Generated ids, the end-of-turn id included.
     pub ids: Vec<u32>,
-    /// Set when the iterator is exhausted.
+    /// Why it ended: set when the iterator is exhausted without an error.
     pub finish: Option<Finish>,
-    /// Time of the decode passes.
+    /// Time of all steps: passes, sampling, text.
     pub decode_time: Duration,
     /// Decode passes: one less than tokens, the first of which comes from the prompt's logits.
     pub passes: usize,
@@ -134,7 +138,9 @@ impl<'a> Generation<'a> {
             channel: if thinking { Channel::Reasoning } else { Channel::Answer },
             end_think,
             held: String::new(),
-            queue: std::collections::VecDeque::new(),
+            queue: VecDeque::new(),
+            failed: None,
+            failed_once: false,
             ids: Vec::new(),
             finish: None,
             decode_time: Duration::ZERO,
@@ -156,21 +162,20 @@ impl<'a> Generation<'a> {
             if self.session.tokens().len() + 1 > self.engine.context() {
                 return self.end(Finish::Length);
             }
-            let started = Instant::now();
             match self.session.push(self.engine, last, Some(self.cancel)) {
                 Err(e) if e.is::<Cancelled>() => return self.end(Finish::Interrupted),
                 other => other?,
             }
-            self.decode_time += started.elapsed();
             self.passes += 1;
         }
         let logits = self.session.logits();
-        let alternatives =
-            self.request.logprobs.map(|k| (log_softmax_top(logits, k).1, logits.to_vec()));
+        // The sampler changes the logits in place.
+        let before = self.request.logprobs.map(|k| (log_softmax_top(logits, k), logits.to_vec()));
         let id = self.sampler.sample(logits)?;
         self.sampler.accept(id);
         self.ids.push(id);
-        let logprob = alternatives.map(|(top, logits)| (logprob(&logits, id), top));
+        let logprob =
+            before.map(|((lse, top), logits)| (f64::from(logits[id as usize]) - lse, top));
         self.queue.push_back(Event::Token(TokenEvent { id, logprob }));
 
         if !self.request.ignore_eos && self.engine.stops().contains(&id) {
@@ -242,13 +247,20 @@ impl Iterator for Generation<'_> {
             if let Some(event) = self.queue.pop_front() {
                 return Some(Ok(event));
             }
-            if self.finish.is_some() {
+            if let Some(e) = self.failed.take() {
+                self.failed_once = true;
+                return Some(Err(e));
+            }
+            if self.finish.is_some() || self.failed_once {
                 return None;
             }
-            if let Err(e) = self.step() {
-                // After an error nothing more comes.
-                self.finish = Some(Finish::Interrupted);
-                return Some(Err(e));
+            let started = Instant::now();
+            let step = self.step();
+            self.decode_time += started.elapsed();
+            if let Err(e) = step {
+                // What was generated comes first; after the error nothing does.
+                self.flush();
+                self.failed = Some(e);
             }
         }
     }

@@ -179,14 +179,7 @@ impl Engine {
         };
         let config_path = path("config.json");
         let config = Config::parse(files.config, &config_path)?;
-        let tokenizer = Tokenizer::from_bytes(files.tokenizer, &path("tokenizer.json"))?;
-        ensure!(
-            tokenizer.vocab_len() <= config.vocab,
-            "{}: ids up to {}, but the model has only {} rows (`vocab_size` in {config_path}); the tokenizer belongs to another model",
-            path("tokenizer.json"),
-            tokenizer.vocab_len() - 1,
-            config.vocab
-        );
+        let tokenizer = check_tokenizer(files.tokenizer, &path("tokenizer.json"), &config)?;
         let generation = files
             .generation
             .map(|b| json_object(b, &path("generation_config.json")))
@@ -231,6 +224,11 @@ impl Engine {
             kv: options.kv,
             ctx,
         })
+    }
+
+    /// Where the model came from, for reports.
+    pub fn label(&self) -> String {
+        self.dir.as_ref().map_or_else(|| "built-in".to_owned(), |d| d.display().to_string())
     }
 
     /// A new, empty timeline.
@@ -302,6 +300,28 @@ pub fn read_config(dir: &Path) -> Result<Vec<u8>> {
             dir.join("config.json").display()
         )
     })
+}
+
+/// The tokenizer of a model directory, checked against its config.
+///
+/// # Errors
+/// Not there, damaged, or with more ids than the model has rows.
+pub fn read_tokenizer(dir: &Path, config: &Config) -> Result<Tokenizer> {
+    let path = dir.join("tokenizer.json").display().to_string();
+    let bytes = read_side(dir, "tokenizer.json")?
+        .with_context(|| format!("{path}: not found; a model directory holds config.json, tokenizer.json and *.safetensors"))?;
+    check_tokenizer(&bytes, &path, config)
+}
+
+fn check_tokenizer(bytes: &[u8], path: &str, config: &Config) -> Result<Tokenizer> {
+    let tokenizer = Tokenizer::from_bytes(bytes, path)?;
+    ensure!(
+        tokenizer.vocab_len() <= config.vocab,
+        "{path}: ids up to {}, but the model has only {} rows (`vocab_size` in config.json); the tokenizer belongs to another model",
+        tokenizer.vocab_len() - 1,
+        config.vocab
+    );
+    Ok(tokenizer)
 }
 
 fn read_side(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {

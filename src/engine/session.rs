@@ -10,8 +10,9 @@ use crate::model::config::Config;
 use crate::model::kv::{KvCache, KvType};
 use crate::model::{Control, Observer, Output, Profile, Row, Workspace};
 
-/// Rows of one forward pass in prefill: an expert is read once per this many tokens.
-const PREFILL_ROWS: usize = 1024;
+/// Rows of one forward pass in prefill: an expert is read once per this many tokens. A pass of GLM-5.2 holds about
+/// 100 KB per row.
+const PREFILL_ROWS: usize = 4096;
 /// Rows whose logits are held at a time: GLM-5.2 needs 0.6 MB for each.
 const LOGIT_ROWS: usize = 64;
 
@@ -58,7 +59,8 @@ impl Session {
         self.out.logits.clear();
     }
 
-    /// Appends `tokens` and computes the logits after the last of them. On an error the session is as it was.
+    /// Appends `tokens` and computes the logits after the last of them. After an error the session holds the tokens that
+    /// it held before, without logits.
     ///
     /// # Errors
     /// The context would overflow, an id is out of range, the model computes something that is not finite, or
@@ -70,15 +72,7 @@ impl Session {
         cancel: Option<&AtomicBool>,
         progress: Option<&mut Progress<'_>>,
     ) -> Result<()> {
-        self.run(
-            engine,
-            tokens,
-            PREFILL_ROWS,
-            |i| i + 1 == tokens.len(),
-            &mut |_, _| Ok(()),
-            cancel,
-            progress,
-        )
+        self.run(engine, tokens, true, &mut |_, _, _, _| Ok(()), cancel, progress)
     }
 
     /// Appends one token and computes the logits after it.
@@ -101,31 +95,28 @@ impl Session {
         mut each: impl FnMut(usize, &[f32]) -> Result<()>,
         cancel: Option<&AtomicBool>,
     ) -> Result<()> {
-        let (head, tail) = tokens.split_at(first.min(tokens.len()));
-        let start = self.tokens.len();
-        self.run(engine, head, PREFILL_ROWS, |_| false, &mut |_, _| Ok(()), cancel, None)?;
-        let result = self.run(
-            engine,
-            tail,
-            LOGIT_ROWS,
-            |_| true,
-            &mut |i, l| each(first + i, l),
-            cancel,
-            None,
-        );
-        if result.is_err() {
-            self.rewind(start);
-        }
-        result
+        let (d, vocab) = (engine.model.config.d_model, engine.model.config.vocab);
+        // Whole passes through the layers, then the head in small blocks: logits are large, experts are read per pass.
+        let mut after = |done: usize, hidden: &[f32], ws: &mut Workspace, logits: &mut Vec<f32>| {
+            let skip = first.saturating_sub(done).min(hidden.len() / d);
+            for (b, block) in hidden[skip * d..].chunks(LOGIT_ROWS * d).enumerate() {
+                engine.model.logits(block, ws, logits)?;
+                let at = done + skip + b * LOGIT_ROWS;
+                logits.chunks(vocab).enumerate().try_for_each(|(i, l)| each(at + i, l))?;
+            }
+            Ok(())
+        };
+        self.run(engine, tokens, false, &mut after, cancel, None)
     }
 
+    /// Appends `tokens` in passes of bounded size. `after` sees the number of tokens done before a pass and the pass'
+    /// hidden states, and may use the workspace and the logits buffer.
     fn run(
         &mut self,
         engine: &Engine,
         tokens: &[u32],
-        rows_at_once: usize,
-        want: impl Fn(usize) -> bool,
-        each: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
+        last_logits: bool,
+        after: &mut dyn FnMut(usize, &[f32], &mut Workspace, &mut Vec<f32>) -> Result<()>,
         cancel: Option<&AtomicBool>,
         mut progress: Option<&mut Progress<'_>>,
     ) -> Result<()> {
@@ -137,31 +128,29 @@ impl Session {
             engine.context(),
             engine.model.max_context()
         );
-        let vocab = engine.model.config.vocab;
-        for (c, chunk) in tokens.chunks(rows_at_once).enumerate() {
-            let first = c * rows_at_once;
-            let row = |(i, &token): (usize, &u32)| Row {
-                seq: 0,
-                pos: start + first + i,
-                token,
-                logits: want(first + i),
-            };
-            let rows: Vec<Row> = chunk.iter().enumerate().map(row).collect();
+        for (c, chunk) in tokens.chunks(PREFILL_ROWS).enumerate() {
+            let done = c * PREFILL_ROWS;
+            let rows: Vec<Row> = (done..)
+                .zip(chunk)
+                .map(|(i, &token)| {
+                    let logits = last_logits && i + 1 == tokens.len();
+                    Row { seq: 0, pos: start + i, token, logits }
+                })
+                .collect();
             let mut watch = Watch {
                 progress: progress.as_deref_mut(),
-                done: first,
+                done,
                 rows: rows.len(),
                 total: tokens.len(),
             };
             let mut control = Control { cancel, observer: Some(&mut watch) };
+            let caches = &mut [&mut self.kv];
             let result = engine
                 .model
-                .forward(&rows, &mut [&mut self.kv], &mut self.ws, &mut control, &mut self.out)
+                .forward(&rows, caches, &mut self.ws, &mut control, &mut self.out)
                 .and_then(|()| {
-                    let wanted = rows.iter().enumerate().filter(|(_, r)| r.logits);
-                    wanted
-                        .zip(self.out.logits.chunks(vocab))
-                        .try_for_each(|((i, _), l)| each(first + i, l))
+                    let Output { logits, hidden } = &mut self.out;
+                    after(done, hidden, &mut self.ws, logits)
                 });
             if let Err(e) = result {
                 self.rewind(start);

@@ -36,27 +36,28 @@ impl Acts {
     /// Makes the int8 form if `mode` asks for it. Returns false when a value is not finite.
     #[must_use]
     pub fn prepare(&mut self, kernels: &Kernels, mode: Activations) -> bool {
-        let cols = self.cols;
-        let rows = self.x.len() / cols.max(1);
+        // One band, or none when there is no row.
+        self.bands(mode, usize::MAX).iter_mut().all(|band| band.prepare(kernels))
+    }
+
+    /// Cuts the rows into bands of about `values` values that can be prepared in parallel. All of them must be.
+    pub fn bands(&mut self, mode: Activations, values: usize) -> Vec<Band<'_>> {
+        let cols = self.cols.max(1);
+        let rows = self.x.len() / cols;
+        let step = (values / cols).clamp(1, rows.max(1));
         self.q8 = mode == Activations::Q8;
         if !self.q8 {
-            return self.x.iter().all(|v| v.is_finite());
+            return self.x.chunks(step * cols).map(|x| Band { x, cols, q8: None }).collect();
         }
         let groups = cols.div_ceil(GROUP);
         self.q.resize(rows * groups * GROUP, 0);
         self.scales.resize(rows * groups, 0.0);
         self.sums.resize(rows * groups, 0);
-        let mut finite = true;
-        for r in 0..rows {
-            let g = r * groups..(r + 1) * groups;
-            finite &= kernels.quantize_row(
-                &self.x[r * cols..(r + 1) * cols],
-                &mut self.q[g.start * GROUP..g.end * GROUP],
-                &mut self.scales[g.clone()],
-                &mut self.sums[g],
-            );
-        }
-        finite
+        let q = self.q.chunks_mut(step * groups * GROUP);
+        let scales = self.scales.chunks_mut(step * groups);
+        let sums = self.sums.chunks_mut(step * groups);
+        let q8 = q.zip(scales).zip(sums).map(|((q, scales), sums)| Some((q, scales, sums)));
+        self.x.chunks(step * cols).zip(q8).map(|(x, q8)| Band { x, cols, q8 }).collect()
     }
 
     /// The f32 rows.
@@ -72,6 +73,33 @@ impl Acts {
     /// The rows named by `pick`, in that order.
     pub fn picked<'a>(&'a self, pick: &'a [u32]) -> Input<'a> {
         Input { acts: self, pick: Some(pick), first: 0, exact: false }
+    }
+}
+
+/// Some rows of [`Acts`] whose int8 form is still to be made.
+pub struct Band<'a> {
+    x: &'a [f32],
+    cols: usize,
+    /// Codes, scales and sums of these rows; `None` when only f32 is wanted.
+    q8: Option<(&'a mut [i8], &'a mut [f32], &'a mut [i32])>,
+}
+
+impl Band<'_> {
+    /// Makes the int8 form. Returns false when a value is not finite.
+    #[must_use]
+    pub fn prepare(&mut self, kernels: &Kernels) -> bool {
+        let Some((q, scales, sums)) = &mut self.q8 else {
+            return self.x.iter().all(|v| v.is_finite());
+        };
+        let groups = self.cols.div_ceil(GROUP);
+        let rows = self.x.chunks(self.cols).zip(q.chunks_mut(groups * GROUP));
+        let sides = scales.chunks_mut(groups).zip(sums.chunks_mut(groups));
+        // Not `all`, which would stop at the first row that is not finite and leave the others stale.
+        let mut finite = true;
+        for ((x, q), (scales, sums)) in rows.zip(sides) {
+            finite &= kernels.quantize_row(x, q, scales, sums);
+        }
+        finite
     }
 }
 

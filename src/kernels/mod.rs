@@ -18,7 +18,7 @@ mod tests;
 
 use std::cell::RefCell;
 
-pub use acts::{Activations, Acts, Input, Q8Row};
+pub use acts::{Activations, Acts, Band, Input, Q8Row};
 pub use format::{FP8_BLOCK, Format, GROUP, GROUP_SIZES, MatView};
 pub use isa::Isa;
 pub(crate) use portable::E4M3;
@@ -317,7 +317,7 @@ impl Kernels {
     pub fn matmul(&self, w: &MatView<'_>, first: usize, x: &Input<'_>, tile: &mut TileMut<'_>) {
         assert_eq!(w.cols(), x.cols(), "inputs of the matrix and of the activations");
         assert!(
-            first + tile.cols.len() <= w.rows() && tile.rows.len() <= x.rows(),
+            first + tile.cols().len() <= w.rows() && tile.rows().len() <= x.rows(),
             "tile inside the product"
         );
         let f = if x.uses_q8(w.format()) { self.matmul_q8 } else { self.matmul_f32 };

@@ -308,8 +308,8 @@ pub(super) fn matmul_f32<S: Simd>(
     scratch: &mut Scratch,
 ) {
     let (row, codes) = scratch.row(w.cols());
-    let n = tile.rows.len();
-    for o in 0..tile.cols.len() {
+    let n = tile.rows().len();
+    for o in 0..tile.cols().len() {
         dequant_row(w, first + o, row, codes);
         let mut i = 0;
         while i + 4 <= n {
@@ -345,8 +345,8 @@ pub(super) fn matmul_q8<S: Simd>(
         Format::Int4 { group } => group as usize,
         _ => GROUP,
     };
-    let n = tile.rows.len();
-    for o in 0..tile.cols.len() {
+    let n = tile.rows().len();
+    for o in 0..tile.cols().len() {
         unpack_row(w, first + o, codes);
         let scales = w.row_scales(first + o);
         let (groups, _) = codes.as_chunks::<GROUP>();

@@ -58,6 +58,27 @@ impl Census {
                 f.name
             ));
         }
+        let of_mtp = |n: &String| weights::layer_of(n) == Some(config.n_layers);
+        if !config.mtp && self.unused.iter().any(of_mtp) {
+            warnings.push(format!(
+                "the files hold an MTP layer ({}) that config.json does not promise (`num_nextn_predict_layers`): not used",
+                config.n_layers
+            ));
+        }
+        if self.mtp
+            && config.indexer.is_some()
+            && !self
+                .found
+                .iter()
+                .any(|f| f.layer == Some(config.n_layers) && weights::is_indexer(&f.name))
+        {
+            warnings.push(
+                "the MTP layer has no indexer: drafts are made with dense attention".to_owned(),
+            );
+        }
+        if config.indexer.is_none() && self.unused.iter().any(|n| weights::is_indexer(n)) {
+            warnings.push("the files hold an indexer that config.json does not promise (`index_topk`): attention is dense".to_owned());
+        }
         let beyond = |n: &&String| weights::layer_of(n).is_some_and(|i| i > config.n_layers);
         let beyond = self.unused.iter().filter(beyond).count();
         if beyond > 0 {

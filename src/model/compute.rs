@@ -26,7 +26,7 @@ impl Compute {
         let view = w.view();
         let chunk = self.chunk(w.rows(), w.cols() * rows, 1);
         self.pool.par_tiles(out, w.rows(), &[0, rows], chunk, |_, mut tile| {
-            self.kernels.matmul(&view, tile.cols.start, &x, &mut tile);
+            self.kernels.matmul(&view, tile.cols().start, &x, &mut tile);
         });
     }
 
@@ -42,17 +42,37 @@ impl Compute {
     #[must_use]
     pub fn norm(&self, x: &[f32], w: &[f32], eps: f32, y: &mut Acts) -> bool {
         let d = w.len();
-        let rows = x.len() / d;
+        self.norm_rows(x, w, eps, y.fill(x.len() / d, d)) && self.prepare(y)
+    }
+
+    /// RMS norm of the rows of `x` into those of `y`. False when a sum of squares is not finite.
+    #[must_use]
+    pub fn norm_rows(&self, x: &[f32], w: &[f32], eps: f32, y: &mut [f32]) -> bool {
+        let d = w.len();
         let finite = AtomicBool::new(true);
-        let bounds: Vec<usize> = self.bands(rows, d);
-        self.pool.par_tiles(y.fill(rows, d), d, &bounds, d, |_, mut tile| {
-            for (i, r) in tile.rows.clone().enumerate() {
-                if !self.kernels.rms_norm(&x[r * d..(r + 1) * d], w, eps, tile.row(i)) {
+        let bounds = self.bands(x.len() / d, d);
+        self.pool.par_tiles(y, d, &bounds, d, |_, mut tile| {
+            for (i, r) in tile.rows().enumerate() {
+                let x = &x[r * d..(r + 1) * d];
+                if !self.kernels.rms_norm(x, w, eps, tile.row(i)) {
                     finite.store(false, Ordering::Relaxed);
                 }
             }
         });
-        finite.into_inner() && y.prepare(self.kernels, self.activations)
+        finite.into_inner()
+    }
+
+    /// Makes the int8 form of filled rows if the activation mode asks for it. False when a value is not finite.
+    #[must_use]
+    pub fn prepare(&self, acts: &mut Acts) -> bool {
+        let finite = AtomicBool::new(true);
+        let bands = acts.bands(self.activations, TASK_WORK);
+        self.pool.par_each(bands, |mut band| {
+            if !band.prepare(self.kernels) {
+                finite.store(false, Ordering::Relaxed);
+            }
+        });
+        finite.into_inner()
     }
 
     /// Bounds that cut `rows` rows of `width` values into bands worth a task each.

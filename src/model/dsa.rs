@@ -26,7 +26,7 @@ pub(super) fn key_set(selection: &Selection, pos: usize) -> KeySet<'_> {
 
 /// Caches the block's index keys and chooses keys for its rows.
 ///
-/// `h` is the normalised layer input, `qr` the normalised query latent, `angles` the rotations of the rows.
+/// `h` is the normalised layer input, `qr` the normalised query latent.
 pub(super) fn select(
     m: &Model,
     layer: usize,
@@ -34,12 +34,12 @@ pub(super) fn select(
     block: &mut Block<'_, '_>,
     h: &Acts,
     qr: &Acts,
-    angles: &[(f32, f32)],
     selections: &mut [Selection],
 ) -> Result<()> {
     let Some(x) = &m.config.indexer else { return Ok(()) };
     let (kernels, pairs, d) = (m.compute.kernels, m.rope.pairs(), x.head_dim);
     let n = block.rows.len();
+    let angles = block.angles;
     let of_row = |i: usize| &angles[i * pairs..(i + 1) * pairs];
 
     let mut keys = vec![0.0; n * d];
@@ -76,7 +76,7 @@ pub(super) fn select(
         m.compute.pool.par_tiles(&mut scores, longest, &bounds, chunk, |band, mut tile| {
             let i = part[band];
             let row = rows[i];
-            let (first, end) = (tile.cols.start, tile.cols.end.min(row.pos + 1));
+            let (first, end) = (tile.cols().start, tile.cols().end.min(row.pos + 1));
             if let Some(keys) = caches[row.seq].index_keys(layer).filter(|_| first < end) {
                 let q = &q[i * x.n_heads * d..(i + 1) * x.n_heads * d];
                 let w = &head_weights[i * x.n_heads..(i + 1) * x.n_heads];

@@ -128,6 +128,14 @@ impl KvCache {
         self.index.iter_mut().flatten().for_each(|p| p.truncate(n));
     }
 
+    /// Forgets every position from `n` on in one layer: undoes a draft of the MTP layer.
+    pub fn truncate_layer(&mut self, layer: usize, n: usize) {
+        self.latents[layer].truncate(n);
+        if let Some(plane) = &mut self.index[layer] {
+            plane.truncate(n);
+        }
+    }
+
     /// Bytes of one position over all layers, the MTP layer included.
     pub fn bytes_per_position(config: &Config, kv: KvType) -> usize {
         let size = if kv == KvType::F16 { 2 } else { 4 };

@@ -29,7 +29,6 @@ pub(super) struct Scratch {
     q: Vec<f32>,
     kv: Vec<f32>,
     out: Vec<f32>,
-    angles: Vec<(f32, f32)>,
 }
 
 /// Adds the attention of one block of rows to their residual stream `x`.
@@ -49,10 +48,6 @@ pub(super) fn attention(
     let finite = compute.norm(x, &layer.attn_norm, c.rms_eps, &mut s.h);
     ensure!(finite, "layer {i}: the attention input is not finite");
 
-    s.angles.clear();
-    for row in block.rows {
-        m.rope.angles(row.pos, &mut s.angles);
-    }
     s.q_a.resize(n * c.q_rank, 0.0);
     compute.matmul(&w.q_a, s.h.input(0), n, &mut s.q_a);
     let finite = compute.norm(&s.q_a, &w.q_a_norm, LATENT_EPS, &mut s.qr);
@@ -63,7 +58,7 @@ pub(super) fn attention(
 
     if let Some(indexer) = &layer.indexer {
         let started = block.profile.start();
-        dsa::select(m, i, indexer, block, &s.h, &s.qr, &s.angles, selections)?;
+        dsa::select(m, i, indexer, block, &s.h, &s.qr, selections)?;
         block.profile.stop(Phase::Indexer, started);
     }
     if let Some(observer) = &mut block.observer {
@@ -99,7 +94,7 @@ fn append_latents(
         let finite = m.compute.kernels.rms_norm(raw, &w.kv_a_norm, LATENT_EPS, &mut latent);
         ensure!(finite, "layer {i}: the key-value latent at position {} is not finite", row.pos);
         raw.copy_from_slice(&latent);
-        rotate(key, &s.angles[r * pairs..(r + 1) * pairs]);
+        rotate(key, &block.angles[r * pairs..(r + 1) * pairs]);
         block.caches[row.seq].push(i, kv);
     }
     Ok(())
@@ -120,7 +115,7 @@ fn attend_heads(
     let scale = 1.0 / (d_q as f32).sqrt();
     let kv_b = w.kv_b.view();
     let finite = AtomicBool::new(true);
-    let (q, angles, rows, caches) = (&s.q, &s.angles, block.rows, &block.caches);
+    let (q, angles, rows, caches) = (&s.q, block.angles, block.rows, &block.caches);
     let bounds: Vec<usize> = (0..n).step_by(BAND).chain([n]).collect();
     compute.pool.par_tiles(
         s.heads.fill(n, c.n_heads * c.d_v),
@@ -128,21 +123,21 @@ fn attend_heads(
         &bounds,
         c.d_v,
         |_, mut tile: TileMut<'_>| {
-            let head = tile.cols.start / c.d_v;
+            let head = tile.cols().start / c.d_v;
             let first = head * (c.d_nope + c.d_v);
             let q_of = |r: usize| &q[(r * c.n_heads + head) * d_q..][..d_q];
             // Queries in latent space: Σ_r q_r W_K[r], ascending rows, then the rotated part behind.
-            let mut latent_q = vec![0.0; tile.rows.len() * width];
+            let mut latent_q = vec![0.0; tile.rows().len() * width];
             let mut key_row = vec![0.0; c.kv_rank];
             for k in 0..c.d_nope {
                 kernels.dequant_row(&kv_b, first + k, &mut key_row);
-                for (j, r) in tile.rows.clone().enumerate() {
+                for (j, r) in tile.rows().enumerate() {
                     kernels.axpy(q_of(r)[k], &key_row, &mut latent_q[j * width..][..c.kv_rank]);
                 }
             }
             let mut means = Acts::default();
-            let mean_rows = means.fill(tile.rows.len(), c.kv_rank);
-            for (j, r) in tile.rows.clone().enumerate() {
+            let mean_rows = means.fill(tile.rows().len(), c.kv_rank);
+            for (j, r) in tile.rows().enumerate() {
                 let latent_q = &mut latent_q[j * width..(j + 1) * width];
                 latent_q[c.kv_rank..].copy_from_slice(&q_of(r)[c.d_nope..]);
                 rotate(&mut latent_q[c.kv_rank..], &angles[r * pairs..(r + 1) * pairs]);
@@ -163,9 +158,6 @@ fn attend_heads(
         },
     );
     ensure!(finite.into_inner(), "layer {i}: an attention output is not finite");
-    ensure!(
-        s.heads.prepare(kernels, compute.activations),
-        "layer {i}: the output of attention is not finite"
-    );
+    ensure!(compute.prepare(&mut s.heads), "layer {i}: the output of attention is not finite");
     Ok(())
 }

@@ -110,6 +110,7 @@ pub struct Model {
 pub struct Workspace {
     x: Vec<f32>,
     selections: Vec<dsa::Selection>,
+    angles: Vec<(f32, f32)>, // (rows, d_rope / 2): sin and cos
     attention: mla::Scratch,
     feed_forward: moe::Scratch,
     head: Acts,
@@ -120,7 +121,10 @@ pub struct Workspace {
 /// Some rows of a pass and what they touch.
 struct Block<'a, 'c> {
     rows: &'a [Row],
+    /// Rotations of the rows.
+    angles: &'a [(f32, f32)],
     caches: &'a mut [&'c mut KvCache],
+    cancel: Option<&'a AtomicBool>,
     observer: Option<&'a mut dyn Observer>,
     profile: &'a mut Profile,
 }
@@ -174,14 +178,14 @@ impl Model {
         out: &mut Output,
     ) -> Result<()> {
         self.check_rows(rows, caches, 0)?;
-        let d = self.config.d_model;
         let mut x = std::mem::take(&mut ws.x);
-        x.resize(rows.len() * d, 0.0);
+        x.resize(rows.len() * self.config.d_model, 0.0);
         self.embed(rows, &mut x);
-        let result = self.layers(rows, caches, ws, control, &mut x).and_then(|()| {
-            let started = ws.profile.start();
-            self.finish(rows, &x, &self.weights.norm, ws, out)?;
-            ws.profile.stop(Phase::Head, started);
+        let mut pass = Pass { rows, caches, ws, control };
+        let result = self.layers(&mut pass, &mut x).and_then(|()| {
+            let started = pass.ws.profile.start();
+            self.finish(&mut pass, &x, &self.weights.norm, out)?;
+            pass.ws.profile.stop(Phase::Head, started);
             Ok(())
         });
         ws.x = x;
@@ -195,7 +199,8 @@ impl Model {
     /// MTP norm.
     ///
     /// # Errors
-    /// As in [`Model::forward`], or the model has no MTP layer.
+    /// As in [`Model::forward`], or the model has no MTP layer. After an error truncate the MTP layer of the caches
+    /// ([`KvCache::truncate_layer`]).
     pub fn forward_mtp(
         &self,
         rows: &[Row],
@@ -220,16 +225,30 @@ impl Model {
                 self.compute.kernels.rms_norm(&embedded[of_row.clone()], &mtp.e_norm, c.rms_eps, e);
             finite &= self.compute.kernels.rms_norm(&hidden[of_row], &mtp.h_norm, c.rms_eps, h);
         }
-        ensure!(
-            finite && z.prepare(self.compute.kernels, self.compute.activations),
-            "layer {n}: the MTP input is not finite"
-        );
+        ensure!(finite && self.compute.prepare(&mut z), "layer {n}: the MTP input is not finite");
         let mut x = embedded;
         self.compute.matmul(&mtp.eh, z.input(0), rows.len(), &mut x);
-        ws.selections.clear();
-        ws.selections.resize(rows.len(), None);
-        self.layer(n, &mtp.layer, rows, caches, ws, control, &mut x)?;
-        self.finish(rows, &x, &mtp.norm, ws, out)
+        let mut pass = Pass { rows, caches, ws, control };
+        pass.start(&self.rope);
+        self.layer(n, &mtp.layer, &mut pass, &mut x)?;
+        self.finish(&mut pass, &x, &mtp.norm, out)
+    }
+
+    /// Logits of rows of hidden states after a final norm, (rows, d_model) → (rows, vocab).
+    ///
+    /// # Errors
+    /// A logit is not finite.
+    pub fn logits(&self, hidden: &[f32], ws: &mut Workspace, out: &mut Vec<f32>) -> Result<()> {
+        let (d, vocab) = (self.config.d_model, self.config.vocab);
+        let rows = hidden.len() / d;
+        ws.head.fill(rows, d).copy_from_slice(hidden);
+        ensure!(self.compute.prepare(&mut ws.head), "the input of the head is not finite");
+        out.resize(rows * vocab, 0.0);
+        self.compute.matmul(&self.weights.head, ws.head.input(0), rows, out);
+        // The largest magnitude, as bits: infinity and NaN are above every number.
+        let top = out.iter().fold(0, |m, v| m.max(v.to_bits() & 0x7fff_ffff));
+        ensure!(top < f32::INFINITY.to_bits(), "a logit is not finite");
+        Ok(())
     }
 
     fn check_rows(&self, rows: &[Row], caches: &[&mut KvCache], layer: usize) -> Result<()> {
@@ -267,19 +286,11 @@ impl Model {
         }
     }
 
-    fn layers(
-        &self,
-        rows: &[Row],
-        caches: &mut [&mut KvCache],
-        ws: &mut Workspace,
-        control: &mut Control<'_>,
-        x: &mut [f32],
-    ) -> Result<()> {
-        ws.selections.clear();
-        ws.selections.resize(rows.len(), None);
+    fn layers(&self, pass: &mut Pass<'_, '_, '_>, x: &mut [f32]) -> Result<()> {
+        pass.start(&self.rope);
         for (i, layer) in self.weights.layers.iter().enumerate() {
-            self.layer(i, layer, rows, caches, ws, control, x)?;
-            if let Some(observer) = &mut control.observer {
+            self.layer(i, layer, pass, x)?;
+            if let Some(observer) = &mut pass.control.observer {
                 observer.progress(i + 1, self.weights.layers.len());
             }
         }
@@ -291,39 +302,40 @@ impl Model {
         &self,
         i: usize,
         layer: &Layer,
-        rows: &[Row],
-        caches: &mut [&mut KvCache],
-        ws: &mut Workspace,
-        control: &mut Control<'_>,
+        pass: &mut Pass<'_, '_, '_>,
         x: &mut [f32],
     ) -> Result<()> {
-        let d = self.config.d_model;
-        let parts =
-            rows.chunks(BLOCK).zip(x.chunks_mut(BLOCK * d)).zip(ws.selections.chunks_mut(BLOCK));
-        for ((rows, x), selections) in parts {
-            check_cancel(control)?;
+        let (d, pairs) = (self.config.d_model, self.rope.pairs());
+        let ws = &mut *pass.ws;
+        for (b, x) in x.chunks_mut(BLOCK * d).enumerate() {
+            let of_block = b * BLOCK..(b * BLOCK + x.len() / d);
             let started = ws.profile.start();
             let indexer_before = ws.profile.total(Phase::Indexer);
             let mut block = Block {
-                rows,
-                caches,
-                observer: reborrow(&mut control.observer),
+                rows: &pass.rows[of_block.clone()],
+                angles: &ws.angles[of_block.start * pairs..of_block.end * pairs],
+                caches: pass.caches,
+                cancel: pass.control.cancel,
+                observer: reborrow(&mut pass.control.observer),
                 profile: &mut ws.profile,
             };
+            block.check_cancel()?;
+            let selections = &mut ws.selections[of_block];
             mla::attention(self, i, layer, &mut block, x, selections, &mut ws.attention)?;
             let indexer = ws.profile.total(Phase::Indexer) - indexer_before;
             ws.profile.stop_less(Phase::Attention, started, indexer);
         }
-        check_cancel(control)?;
         let mut block = Block {
-            rows,
-            caches,
-            observer: reborrow(&mut control.observer),
+            rows: pass.rows,
+            angles: &ws.angles,
+            caches: pass.caches,
+            cancel: pass.control.cancel,
+            observer: reborrow(&mut pass.control.observer),
             profile: &mut ws.profile,
         };
         moe::feed_forward(self, i, layer, &mut block, x, &mut ws.feed_forward)?;
-        if let Some(observer) = &mut control.observer {
-            for (row, x) in rows.iter().zip(x.chunks(d)) {
+        if let Some(observer) = &mut pass.control.observer {
+            for (row, x) in pass.rows.iter().zip(x.chunks(d)) {
                 observer.hidden(i, *row, x);
             }
         }
@@ -333,27 +345,46 @@ impl Model {
     /// Final norm of all rows, logits of those that ask.
     fn finish(
         &self,
-        rows: &[Row],
+        pass: &mut Pass<'_, '_, '_>,
         x: &[f32],
         norm: &[f32],
-        ws: &mut Workspace,
         out: &mut Output,
     ) -> Result<()> {
-        let c = &self.config;
-        let finite = self.compute.norm(x, norm, c.rms_eps, &mut ws.head);
+        let d = self.config.d_model;
+        out.hidden.resize(x.len(), 0.0);
+        let finite = self.compute.norm_rows(x, norm, self.config.rms_eps, &mut out.hidden);
         ensure!(finite, "the hidden state after the last layer is not finite");
-        out.hidden.clear();
-        out.hidden.extend_from_slice(ws.head.rows());
-        let wanted: Vec<u32> =
-            rows.iter().enumerate().filter(|(_, r)| r.logits).map(|(i, _)| i as u32).collect();
-        out.logits.resize(wanted.len() * c.vocab, 0.0);
-        if !wanted.is_empty() {
-            self.compute.matmul(
-                &self.weights.head,
-                ws.head.picked(&wanted),
-                wanted.len(),
-                &mut out.logits,
-            );
+        let wanted = pass.rows.iter().zip(out.hidden.chunks(d)).filter(|(row, _)| row.logits);
+        let wanted: Vec<f32> = wanted.flat_map(|(_, h)| h).copied().collect();
+        self.logits(&wanted, pass.ws, &mut out.logits)
+    }
+}
+
+/// One forward pass: its rows and what it works on.
+struct Pass<'a, 'b, 'c> {
+    rows: &'a [Row],
+    caches: &'a mut [&'c mut KvCache],
+    ws: &'a mut Workspace,
+    control: &'a mut Control<'b>,
+}
+
+impl Pass<'_, '_, '_> {
+    /// Forgets the last pass' key choices and computes the rows' rotations, which all layers share.
+    fn start(&mut self, rope: &Rope) {
+        let ws = &mut *self.ws;
+        ws.selections.clear();
+        ws.selections.resize(self.rows.len(), None);
+        ws.angles.clear();
+        for row in self.rows {
+            rope.angles(row.pos, &mut ws.angles);
+        }
+    }
+}
+
+impl Block<'_, '_> {
+    fn check_cancel(&self) -> Result<()> {
+        if self.cancel.is_some_and(|c| c.load(Ordering::Relaxed)) {
+            return Err(Cancelled.into());
         }
         Ok(())
     }
@@ -364,11 +395,4 @@ fn reborrow<'a>(observer: &'a mut Option<&mut dyn Observer>) -> Option<&'a mut d
         Some(o) => Some(&mut **o),
         None => None,
     }
-}
-
-fn check_cancel(control: &Control<'_>) -> Result<()> {
-    if control.cancel.is_some_and(|c| c.load(Ordering::Relaxed)) {
-        return Err(Cancelled.into());
-    }
-    Ok(())
 }

@@ -5,7 +5,7 @@
 //! rows were grouped.
 #![forbid(unsafe_code)]
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 
 use super::config::Config;
 use super::weights::{FeedForward, Layer};
@@ -54,12 +54,11 @@ pub(super) fn feed_forward(
             let started = block.profile.start();
             s.logits.resize(n * c.n_experts, 0.0);
             compute.matmul(router, s.y.input(0).exact(), n, &mut s.logits);
-            let routes: Vec<Route> = s
-                .logits
-                .chunks(c.n_experts)
-                .map(|l| route(c, l, bias))
-                .collect::<Option<_>>()
-                .ok_or_else(|| anyhow::anyhow!("layer {i}: a router score is not finite"))?;
+            let logits = &s.logits;
+            let of_row = |r: usize| route(c, &logits[r * c.n_experts..(r + 1) * c.n_experts], bias);
+            let routes = compute.pool.par_map(n, of_row).into_iter().collect::<Option<Vec<_>>>();
+            let routes =
+                routes.with_context(|| format!("layer {i}: a router score is not finite"))?;
             block.profile.stop(Phase::Router, started);
             if let Some(observer) = &mut block.observer {
                 for (row, route) in block.rows.iter().zip(&routes) {
@@ -69,7 +68,7 @@ pub(super) fn feed_forward(
             let started = block.profile.start();
             s.out.clear();
             s.out.resize(n * c.d_model, 0.0);
-            routed(m, i, &routes, s)?;
+            routed(m, i, &routes, block, s)?;
             block.profile.stop(Phase::Experts, started);
             let started = block.profile.start();
             if let Some(mlp) = shared {
@@ -135,7 +134,13 @@ pub(super) fn route(c: &Config, logits: &[f32], bias: &[f32]) -> Option<Route> {
 }
 
 /// Adds every row's routed experts to `s.out`, experts ascending.
-fn routed(m: &Model, i: usize, routes: &[Route], s: &mut Scratch) -> Result<()> {
+fn routed(
+    m: &Model,
+    i: usize,
+    routes: &[Route],
+    block: &Block<'_, '_>,
+    s: &mut Scratch,
+) -> Result<()> {
     // (expert, row, weight), ascending: the order in which a row's outputs are added.
     let mut slots: Vec<(u32, u32, f32)> = Vec::with_capacity(routes.len() * m.config.top_k);
     for (row, route) in routes.iter().enumerate() {
@@ -144,6 +149,7 @@ fn routed(m: &Model, i: usize, routes: &[Route], s: &mut Scratch) -> Result<()> 
     slots.sort_unstable_by_key(|&(e, row, _)| (e, row));
     let mut at = 0;
     while at < slots.len() {
+        block.check_cancel()?;
         let end = (at + MAX_SLOTS).min(slots.len());
         routed_part(m, i, &slots[at..end], s)?;
         at = end;
@@ -171,13 +177,10 @@ fn routed_part(m: &Model, i: usize, slots: &[(u32, u32, f32)], s: &mut Scratch) 
         &bounds,
         chunk,
         |band, mut tile| {
-            gate_up(m, experts[band], y.picked(&picks[tile.rows.clone()]), &mut tile);
+            gate_up(m, experts[band], y.picked(&picks[tile.rows()]), &mut tile);
         },
     );
-    ensure!(
-        s.hidden.prepare(kernels, compute.activations),
-        "layer {i}: an expert's hidden state is not finite"
-    );
+    ensure!(compute.prepare(&mut s.hidden), "layer {i}: an expert's hidden state is not finite");
 
     s.slots.resize(slots.len() * d, 0.0);
     let hidden = &s.hidden;
@@ -185,23 +188,30 @@ fn routed_part(m: &Model, i: usize, slots: &[(u32, u32, f32)], s: &mut Scratch) 
     compute.pool.par_tiles(&mut s.slots, d, &bounds, chunk, |band, mut tile| {
         kernels.matmul(
             &experts[band].down.view(),
-            tile.cols.start,
-            &hidden.input(tile.rows.start),
+            tile.cols().start,
+            &hidden.input(tile.rows().start),
             &mut tile,
         );
     });
-    for (&(_, row, weight), y) in slots.iter().zip(s.slots.chunks(d)) {
-        kernels.axpy(weight, y, &mut s.out[row as usize * d..][..d]);
-    }
+    // Slots ascend by expert, so every element's chain runs in expert order; threads split the columns.
+    let outputs = &s.slots;
+    let rows = s.out.len() / d;
+    let chunk = compute.chunk(d, slots.len(), 1);
+    compute.pool.par_tiles(&mut s.out, d, &[0, rows], chunk, |_, mut tile| {
+        let cols = tile.cols();
+        for (&(_, row, weight), y) in slots.iter().zip(outputs.chunks(d)) {
+            kernels.axpy(weight, &y[cols.clone()], tile.row(row as usize));
+        }
+    });
     Ok(())
 }
 
 /// `tile = silu(gate x) * (up x)` for the tile's columns.
 fn gate_up(m: &Model, mlp: &GatedMlp, x: Input<'_>, tile: &mut TileMut<'_>) {
-    let (kernels, cols) = (m.compute.kernels, tile.cols.len());
-    kernels.matmul(&mlp.gate.view(), tile.cols.start, &x, tile);
-    let mut up = vec![0.0; tile.rows.len() * cols];
-    kernels.matmul(&mlp.up.view(), tile.cols.start, &x, &mut TileMut::whole(&mut up, cols));
+    let (kernels, cols) = (m.compute.kernels, tile.cols().len());
+    kernels.matmul(&mlp.gate.view(), tile.cols().start, &x, tile);
+    let mut up = vec![0.0; tile.rows().len() * cols];
+    kernels.matmul(&mlp.up.view(), tile.cols().start, &x, &mut TileMut::whole(&mut up, cols));
     for (r, up) in up.chunks(cols).enumerate() {
         kernels.silu_mul(tile.row(r), up);
     }
@@ -222,10 +232,7 @@ fn gated(
     compute.pool.par_tiles(hidden.fill(n, width), width, &[0, n], chunk, |_, mut tile| {
         gate_up(m, mlp, y.input(0), &mut tile);
     });
-    ensure!(
-        hidden.prepare(compute.kernels, compute.activations),
-        "layer {i}: the hidden state of the MLP is not finite"
-    );
+    ensure!(compute.prepare(hidden), "layer {i}: the hidden state of the MLP is not finite");
     out.resize(n * mlp.down.rows(), 0.0);
     compute.matmul(&mlp.down, hidden.input(0), n, out);
     Ok(())

@@ -29,6 +29,8 @@ pub enum Class {
     Attention,
     /// DSA indexer.
     Indexer,
+    /// Weights of the indexer's heads, which stay float.
+    HeadWeights,
     /// MLP of the dense layers.
     Dense,
     /// Router and its correction bias.
@@ -50,6 +52,7 @@ impl Class {
             Self::Norm => "norms",
             Self::Attention => "attention",
             Self::Indexer => "indexer",
+            Self::HeadWeights => "indexer weights",
             Self::Dense => "dense mlp",
             Self::Router => "router",
             Self::Shared => "shared experts",
@@ -200,7 +203,7 @@ pub fn quantized_format(
 ) -> Option<Format> {
     let low = if wanted == Format::Fp8 { Format::Fp8 } else { Format::Int8 };
     let format = match class {
-        Class::Norm | Class::Router => return None,
+        Class::Norm | Class::Router | Class::HeadWeights => return None,
         Class::Embedding | Class::Head | Class::MtpProjection if wanted == Format::Fp8 => {
             return None;
         }
@@ -323,8 +326,10 @@ impl<'a> Binder<'a> {
             o: self.mat(&a("o_proj.weight"), c.d_model, c.n_heads * c.d_v, class)?,
         };
         // Containers in circulation leave the MTP layer's own indexer out; drafts are then made with dense attention.
-        let skip = self.options.no_indexer
-            || (i == c.n_layers && self.shards.find(&a("indexer.wq_b.weight")).is_none());
+        let names =
+            ["wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias"];
+        let absent = |n: &str| self.shards.find(&a(&format!("indexer.{n}"))).is_none();
+        let skip = self.options.no_indexer || (i == c.n_layers && names.into_iter().all(absent));
         let indexer = match &c.indexer {
             Some(x) if c.scores_keys(i) && !skip => Some(Indexer {
                 q_b: self.mat(
@@ -338,7 +343,7 @@ impl<'a> Binder<'a> {
                     &a("indexer.weights_proj.weight"),
                     x.n_heads,
                     c.d_model,
-                    Class::Router,
+                    Class::HeadWeights,
                 )?,
                 k_norm: self.vector(&a("indexer.k_norm.weight"), x.head_dim, Class::Norm)?,
                 k_norm_bias: self.vector(&a("indexer.k_norm.bias"), x.head_dim, Class::Norm)?,
@@ -520,7 +525,7 @@ impl<'a> Binder<'a> {
                 let Some(s) = self.find(&side) else { return Ok(None) };
                 // Containers store codes flat; who keeps rows must have as many as config says.
                 ensure!(
-                    t.shape.len() == 1 || t.shape[0] == rows,
+                    t.shape.len() == 1 || t.shape.first() == Some(&rows),
                     "{}: shape {:?}, expected one dimension or {rows} rows by config.json",
                     at(),
                     t.shape
@@ -552,7 +557,7 @@ impl<'a> Binder<'a> {
 pub fn requantize(mat: &Mat, format: Format) -> Result<Mat> {
     let (codes, scales) = pack(mat, format)?;
     let codes = Bytes::owned(codes, &mat.path().display().to_string());
-    Ok(Mat::new(format, mat.rows(), mat.cols(), codes, Scales::Copied(scales.into())))
+    Ok(Mat::new(format, mat.rows(), mat.cols(), codes, Scales::owned(scales)))
 }
 
 /// Codes and scales of the matrix in `format`.
@@ -582,7 +587,7 @@ pub fn stored_mat(config: &Config, shards: &Shards, f: &Found) -> Result<Mat> {
 }
 
 fn no_scales() -> Scales {
-    Scales::Copied([].into())
+    Scales::owned(Vec::new())
 }
 
 fn float_format(dtype: Dtype) -> Option<Format> {

@@ -138,24 +138,21 @@ fn refuse_overlaps(tensors: &[(String, TensorRef)], data_start: usize) -> Result
 fn stamps(metadata: &Value) -> Result<HashMap<String, String>> {
     let Some(value) = metadata.get(STAMP_KEY) else { return Ok(HashMap::new()) };
     let text = value.as_str().with_context(|| format!("metadata `{STAMP_KEY}` is not a string"))?;
-    let map: Value = serde_json::from_str(text)
-        .with_context(|| format!("metadata `{STAMP_KEY}` does not hold JSON"))?;
-    let map = map
-        .as_object()
-        .with_context(|| format!("metadata `{STAMP_KEY}` does not hold a JSON object"))?;
+    let Entries(entries) = serde_json::from_str(text).with_context(|| {
+        format!("metadata `{STAMP_KEY}` does not hold a JSON object of tensors")
+    })?;
     ensure!(
-        map.len() <= MAX_STAMPS,
+        entries.len() <= MAX_STAMPS,
         "metadata `{STAMP_KEY}` has {} entries, at most {MAX_STAMPS} are read",
-        map.len()
+        entries.len()
     );
-    map.iter()
-        .map(|(name, format)| {
-            let format = format.as_str().with_context(|| {
-                format!(
-                    "metadata `{STAMP_KEY}`: the entry of {name} is {format}, expected a string"
-                )
-            })?;
-            Ok((name.clone(), format.to_owned()))
+    entries
+        .into_iter()
+        .map(|(name, format)| match format {
+            Value::String(format) => Ok((name, format)),
+            other => {
+                bail!("metadata `{STAMP_KEY}`: the entry of {name} is {other}, expected a string")
+            }
         })
         .collect()
 }

@@ -11,7 +11,7 @@ pub mod quant;
 use std::collections::HashMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result, bail, ensure};
 use memmap2::Mmap;
@@ -98,38 +98,61 @@ impl Bytes {
         &self.file.bytes()[self.start..self.end]
     }
 
+    /// Number of bytes.
+    pub fn len(&self) -> usize {
+        self.end - self.start
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// The file they lie in.
     pub fn path(&self) -> &Path {
         &self.file.path
     }
 }
 
-/// The f32 scales of a matrix: in place when the file aligns them, else copied.
+/// The f32 scales of a matrix: read in place where the file aligns them, else copied when first used.
 #[derive(Clone)]
-pub enum Scales {
-    /// Aligned in the file.
-    InPlace(Bytes),
-    /// Copied or computed.
-    Copied(Arc<[f32]>),
+pub struct Scales {
+    bytes: Bytes,
+    copied: OnceLock<Arc<[f32]>>,
 }
 
 impl Scales {
-    /// Scales from little-endian f32 bytes.
+    /// Scales in little-endian f32 bytes; nothing is read yet.
     pub fn new(bytes: Bytes) -> Self {
-        if cast_f32(bytes.as_slice()).is_some() {
-            return Self::InPlace(bytes);
-        }
-        let (words, _) = bytes.as_slice().as_chunks::<4>();
-        Self::Copied(words.iter().map(|b| f32::from_le_bytes(*b)).collect())
+        Self { bytes, copied: OnceLock::new() }
+    }
+
+    /// Scales that were computed.
+    pub fn owned(scales: Vec<f32>) -> Self {
+        Self { bytes: Bytes::owned(Vec::new(), ""), copied: OnceLock::from(Arc::from(scales)) }
+    }
+
+    /// Number of scales.
+    pub fn len(&self) -> usize {
+        self.copied.get().map_or(self.bytes.len() / 4, |v| v.len())
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 
     /// The values.
     #[inline]
     pub fn as_slice(&self) -> &[f32] {
-        match self {
-            Self::InPlace(b) => cast_f32(b.as_slice()).unwrap_or(&[]),
-            Self::Copied(v) => v,
+        if let Some(copied) = self.copied.get() {
+            return copied;
         }
+        let bytes = self.bytes.as_slice();
+        cast_f32(bytes).unwrap_or_else(|| {
+            let (words, _) = bytes.as_chunks::<4>();
+            self.copied.get_or_init(|| words.iter().map(|b| f32::from_le_bytes(*b)).collect())
+        })
     }
 }
 
@@ -159,9 +182,9 @@ impl Mat {
     /// # Panics
     /// When their sizes are not those of the format (checked by the caller against headers).
     pub fn new(format: Format, rows: usize, cols: usize, codes: Bytes, scales: Scales) -> Self {
-        let m = Self { format, rows, cols, codes, scales };
-        let _ = m.view();
-        m
+        assert_eq!(codes.len(), rows * format.row_bytes(cols), "codes of a {rows}×{cols} {format}");
+        assert_eq!(scales.len(), format.n_scales(rows, cols), "scales of a {rows}×{cols} {format}");
+        Self { format, rows, cols, codes, scales }
     }
 
     /// A borrowed view for kernels.

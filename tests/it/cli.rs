@@ -284,7 +284,7 @@ fn help_and_version_are_complete() {
     assert!(
         version.starts_with("glm 0.")
             && version.contains("commit ")
-            && version.contains("(in use)")
+            && version.contains("(default)")
             && version.contains("portable"),
         "{version}"
     );
