@@ -48,10 +48,12 @@ pub enum Command {
 /// Which model, and what it computes with.
 #[derive(Debug, Args)]
 pub struct EngineArgs {
-    /// Model directory: config.json, tokenizer.json and *.safetensors. Without it, the built-in demonstration model
-    #[arg(long, env = "GLM_MODEL", value_name = "DIR", help_heading = "Model")]
+    /// Model directory: config.json, tokenizer.json and *.safetensors; also from GLM_MODEL. Without it, the built-in
+    /// demonstration model
+    #[arg(long, value_name = "DIR", help_heading = "Model")]
     pub model: Option<PathBuf>,
-    /// Most tokens of prompt and answer together; default is the model's own limit (memory grows with use)
+    /// Most tokens that the cache holds: prompt and answer without its last token. Default is the model's own limit;
+    /// memory grows with use
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Model")]
     pub ctx: Option<u32>,
     /// Quantize float weights while loading: int8, int4-row, int4-gN, int3, int2 or fp8
@@ -69,8 +71,9 @@ pub struct EngineArgs {
     /// Compute threads; default is one per physical core. Results do not depend on it
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "Compute")]
     pub threads: Option<u16>,
-    /// Instruction set: portable, avx2, avx512 or avx512vnni; default is the best of this CPU. Results do not depend on it
-    #[arg(long, env = "GLM_ISA", value_name = "ISA", help_heading = "Compute")]
+    /// Instruction set: portable, avx2, avx512 or avx512vnni; also from GLM_ISA. Default is the best of this CPU; results
+    /// do not depend on it
+    #[arg(long, value_name = "ISA", help_heading = "Compute")]
     pub isa: Option<Isa>,
     /// Print no notes, progress or statistics
     #[arg(short, long)]
@@ -97,7 +100,9 @@ pub enum KvArg {
 
 /// `glm run`.
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    allow_negative_numbers = true,
+    after_help = "\
 Examples:
   glm run \"Spell the word rabbit.\" --no-think
   git diff | glm run --system \"Review this change.\" -
@@ -105,7 +110,8 @@ Examples:
   glm run \"List three rivers.\" --json --logprobs 5 | jq .finish_reason
 
 The answer goes to stdout, reasoning and statistics to stderr. Nothing in a prompt becomes a control token: a literal
-<|user|> is text. One line break at the end of stdin or of a file is not part of a chat prompt.")]
+<|user|> is text. One line break at the end of stdin or of a file is not part of a chat prompt."
+)]
 pub struct RunArgs {
     /// The prompt; `-` or nothing reads stdin
     #[arg(value_name = "PROMPT", conflicts_with = "file")]
@@ -134,20 +140,20 @@ pub struct RunArgs {
     /// Most tokens to generate, reasoning included
     #[arg(short = 'n', long, value_name = "N", default_value_t = 1024)]
     pub max_tokens: u32,
-    /// 0 takes the likeliest token always
-    #[arg(long, allow_negative_numbers = true, value_name = "T", value_parser = number::<0, 100>, help_heading = "Sampling (defaults: generation_config.json)")]
+    /// 0 (the likeliest token always) to 100
+    #[arg(long, value_name = "T", value_parser = number::<0, 100>, help_heading = "Sampling (defaults: generation_config.json)")]
     pub temperature: Option<f32>,
     /// Keep the likeliest tokens that together have probability P
-    #[arg(long, allow_negative_numbers = true, value_name = "P", value_parser = share, help_heading = "Sampling (defaults: generation_config.json)")]
+    #[arg(long, value_name = "P", value_parser = share, help_heading = "Sampling (defaults: generation_config.json)")]
     pub top_p: Option<f32>,
     /// Keep the K likeliest tokens; 0 is off
     #[arg(long, value_name = "K", help_heading = "Sampling (defaults: generation_config.json)")]
     pub top_k: Option<u32>,
     /// Keep tokens at least P times as likely as the likeliest
-    #[arg(long, allow_negative_numbers = true, value_name = "P", value_parser = number::<0, 1>, help_heading = "Sampling (defaults: generation_config.json)")]
+    #[arg(long, value_name = "P", value_parser = number::<0, 1>, help_heading = "Sampling (defaults: generation_config.json)")]
     pub min_p: Option<f32>,
-    /// Penalty on the last 64 tokens; 1 is off
-    #[arg(long, allow_negative_numbers = true, value_name = "X", value_parser = penalty, help_heading = "Sampling (defaults: generation_config.json)")]
+    /// Penalty on the last 64 tokens, 0.01 to 100; 1 is off
+    #[arg(long, value_name = "X", value_parser = penalty, help_heading = "Sampling (defaults: generation_config.json)")]
     pub repeat_penalty: Option<f32>,
     /// Seed of the random numbers; default is from the clock and is shown at the end
     #[arg(long, value_name = "N", help_heading = "Sampling (defaults: generation_config.json)")]
@@ -161,7 +167,7 @@ pub struct RunArgs {
     /// Print one JSON object with ids, text, finish reason and timings
     #[arg(long)]
     pub json: bool,
-    /// With --json: log-probability of every token and of the K best
+    /// With --json: log-probability of every token and of the K best (0 to 100)
     #[arg(long, value_name = "K", requires = "json", value_parser = clap::value_parser!(u16).range(0..=100))]
     pub logprobs: Option<u16>,
     /// Show where the time went
@@ -174,7 +180,9 @@ pub struct RunArgs {
 
 /// `glm score`.
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    allow_negative_numbers = true,
+    after_help = "\
 Input forms (found out from the first line, or said with --input):
   text   perplexity over windows of the text; a partial last window is left out
   jsonl  {\"context\": …, \"continuation\": …} log-likelihoods, or
@@ -186,7 +194,8 @@ Input forms (found out from the first line, or said with --input):
 Examples:
   glm score book.txt --window 2048 --stride 1024
   glm score --model ~/GLM-5.2 questions.jsonl --json
-  printf '3 2 10 11 12 13 14\\n' | glm score -")]
+  printf '3 2 10 11 12 13 14\\n' | glm score -"
+)]
 pub struct ScoreArgs {
     /// Input file; `-` is stdin
     #[arg(value_name = "FILE")]
@@ -266,11 +275,14 @@ pub struct ConvertArgs {
 
 /// `glm bench`.
 #[derive(Debug, Args)]
-#[command(after_help = "\
+#[command(
+    allow_negative_numbers = true,
+    after_help = "\
 Prompts are random ids, the same on every machine. Every figure is the median of the repeats.
 
 Example:
-  glm bench --prompt 64,512 --gen 128 --json")]
+  glm bench --prompt 64,512 --gen 128 --json"
+)]
 pub struct BenchArgs {
     /// Prompt lengths
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [64, 256], value_parser = clap::value_parser!(u32).range(1..))]

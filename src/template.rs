@@ -23,8 +23,8 @@ const BUILTIN_NAME: &str = "built-in template";
 
 const MAX_SOURCE_BYTES: usize = 1 << 20;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
-/// Instructions of one rendering: some seconds; a long conversation needs a fraction of it.
-const MAX_INSTRUCTIONS: u64 = 200_000_000;
+/// Instructions of one rendering: about a second; a long conversation needs a fraction of it.
+const MAX_INSTRUCTIONS: u64 = 20_000_000;
 /// Nested calls and loops; the engine's own default is 500.
 const MAX_RECURSION: usize = 200;
 /// Nested lists and objects in `tojson` and in messages; serde_json reads at most 128.

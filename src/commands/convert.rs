@@ -48,7 +48,7 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<Outcome> {
             f.format
         );
     }
-    prepare_destination(dst)?;
+    prepare_destination(src, dst)?;
 
     let bar = progress_bar(args.quiet, Some(census.found.len() as u64), "converting");
     let mut writer = Writer { dst: dst.clone(), written: Vec::new(), bytes: 0 };
@@ -97,16 +97,27 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<Outcome> {
 }
 
 /// Makes the directory, or makes sure that it is empty: a second conversion must not mix with a first.
-fn prepare_destination(dst: &Path) -> Result<()> {
-    std::fs::create_dir_all(dst)
-        .with_context(|| format!("cannot make directory {}", dst.display()))?;
-    let mut entries = std::fs::read_dir(dst)
-        .with_context(|| format!("cannot read directory {}", dst.display()))?;
-    ensure!(
-        entries.next().is_none(),
-        "{}: the output directory is not empty; name a new one",
-        dst.display()
-    );
+fn prepare_destination(src: &Path, dst: &Path) -> Result<()> {
+    let shown = dst.display();
+    ensure!(!dst.exists() || dst.is_dir(), "{shown}: not a directory; name a new one");
+    std::fs::create_dir_all(dst).with_context(|| format!("cannot make directory {shown}"))?;
+    if let (Ok(src), Ok(inner)) = (src.canonicalize(), dst.canonicalize()) {
+        ensure!(
+            !inner.starts_with(&src),
+            "{shown}: lies inside the source; name a directory elsewhere"
+        );
+    }
+    let entries =
+        std::fs::read_dir(dst).with_context(|| format!("cannot read directory {shown}"))?;
+    if entries.count() > 0 {
+        // The side files are copied last, so a conversion without them was cut short.
+        if dst.join("config.json").exists() {
+            bail!("{shown}: the output directory is not empty; name a new one");
+        }
+        bail!(
+            "{shown}: the output directory is not empty, perhaps a conversion that was killed; delete it or name a new one"
+        );
+    }
     Ok(())
 }
 

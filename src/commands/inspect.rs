@@ -162,7 +162,7 @@ impl<'a> Report<'a> {
         }
         line(String::new());
         if self.problems.is_empty() {
-            line("complete: nothing is missing".to_owned());
+            line("complete: nothing is missing (headers only, values are not read)".to_owned());
         }
         for p in &self.problems {
             line(format!("problem: {p}"));

@@ -8,13 +8,14 @@ mod inspect;
 mod run;
 mod score;
 
-use std::io::{IsTerminal, Write};
-use std::path::Path;
+use std::ffi::OsString;
+use std::io::{IsTerminal, Read, Write};
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::CommandFactory;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -58,7 +59,9 @@ pub fn dispatch(command: Command) -> Result<Outcome> {
         Command::Convert(args) => convert::convert(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "glm", &mut std::io::stdout());
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "glm", &mut script);
+            std::io::stdout().write_all(&script).context("cannot write to stdout")?;
             Ok(Outcome::Done)
         }
     }
@@ -111,11 +114,25 @@ fn cancel_flag() -> Result<&'static AtomicBool> {
     Ok(&FLAG)
 }
 
-/// Opens the model that the arguments name, or the built-in one with a note.
+/// A variable of the environment; an empty one counts as not set.
+fn variable(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|v| !v.is_empty())
+}
+
+/// The instruction set of `--isa`, else of `GLM_ISA`.
+fn chosen_isa(args: &EngineArgs) -> Result<Option<Isa>> {
+    let from_env = || {
+        variable("GLM_ISA")
+            .map(|v| v.to_string_lossy().parse::<Isa>().map_err(|e| Usage(format!("GLM_ISA: {e}"))))
+    };
+    args.isa.map(Ok).or_else(from_env).transpose().map_err(Into::into)
+}
+
+/// Opens the model that the arguments or the environment name, or the built-in one with a note.
 fn open_engine(args: &EngineArgs) -> Result<Engine> {
     let options = Options {
         threads: args.threads.map(usize::from),
-        isa: args.isa,
+        isa: chosen_isa(args)?,
         activations: match args.activations {
             ActivationsArg::Q8 => Activations::Q8,
             ActivationsArg::F32 => Activations::F32,
@@ -128,7 +145,8 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
         quantize: args.quantize,
         no_indexer: args.no_indexer,
     };
-    let Some(dir) = &args.model else {
+    let dir = args.model.clone().or_else(|| variable("GLM_MODEL").map(PathBuf::from));
+    let Some(dir) = dir else {
         if !args.quiet {
             stderr_line(
                 "note: this is the built-in demonstration model (12 M parameters, it invents and cannot calculate); \
@@ -138,7 +156,7 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
         return Engine::builtin(&options);
     };
     let spinner = progress_bar(args.quiet, None, &format!("loading {}", dir.display()));
-    let engine = Engine::open(dir, &options);
+    let engine = Engine::open(&dir, &options);
     spinner.finish_and_clear();
     let engine = engine?;
     if !args.quiet {
@@ -166,14 +184,35 @@ fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
+/// Largest prompt or scoring input that is read.
+const MAX_TEXT_BYTES: u64 = 1 << 30;
+
+/// Name of an input in messages.
+fn input_name(path: &Path) -> String {
+    if path == Path::new("-") { "stdin".to_owned() } else { path.display().to_string() }
+}
+
 /// Text of a file, or of stdin for `-`.
 fn read_text(path: &Path) -> Result<String> {
-    if path == Path::new("-") {
-        return std::io::read_to_string(std::io::stdin())
-            .context("cannot read stdin as UTF-8 text");
-    }
-    std::fs::read_to_string(path)
-        .with_context(|| format!("cannot read {} as UTF-8 text", path.display()))
+    let name = input_name(path);
+    let source: Box<dyn Read> = if path == Path::new("-") {
+        Box::new(std::io::stdin())
+    } else {
+        Box::new(std::fs::File::open(path).with_context(|| format!("cannot open {name}"))?)
+    };
+    let mut bytes = Vec::new();
+    source
+        .take(MAX_TEXT_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .with_context(|| format!("cannot read {name}"))?;
+    ensure!(
+        bytes.len() as u64 <= MAX_TEXT_BYTES,
+        "{name}: more than {MAX_TEXT_BYTES} bytes of text"
+    );
+    String::from_utf8(bytes).map_err(|e| {
+        let at = e.utf8_error().valid_up_to();
+        anyhow!("{name}: byte {at} is not valid UTF-8; convert the text to UTF-8 first")
+    })
 }
 
 /// Writes one line of JSON to stdout.

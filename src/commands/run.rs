@@ -24,6 +24,9 @@ use crate::template::RenderOptions;
 /// Runs the command.
 pub(super) fn run(args: &RunArgs) -> Result<Outcome> {
     let prompt = prompt_text(args)?;
+    if !args.raw && prompt.trim().is_empty() {
+        return Err(Usage("the prompt is empty".to_owned()).into());
+    }
     let cancel = cancel_flag()?;
     let engine = open_engine(&args.engine)?;
     let request = request(args, &engine, &prompt)?;

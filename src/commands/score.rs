@@ -9,8 +9,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::{
-    Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, read_text, round,
-    stderr_line,
+    Outcome, Usage, cancel_flag, input_name, open_engine, print_json, progress_bar, rate,
+    read_text, round, stderr_line,
 };
 use crate::cli::{InputForm, ScoreArgs};
 use crate::engine::{Engine, Session};
@@ -24,7 +24,9 @@ const WINDOW: usize = 2048;
 /// Runs the command.
 pub(super) fn score(args: &ScoreArgs) -> Result<Outcome> {
     let input = read_text(&args.file)?;
-    let form = args.input.unwrap_or_else(|| detect(&input));
+    // A byte order mark is no part of the text.
+    let input = input.strip_prefix('\u{feff}').unwrap_or(&input);
+    let form = args.input.unwrap_or_else(|| detect(input));
     let text_only = [
         ("--window", args.window.is_some()),
         ("--stride", args.stride.is_some()),
@@ -46,9 +48,9 @@ pub(super) fn score(args: &ScoreArgs) -> Result<Outcome> {
     let mut scorer =
         Scorer { engine: &engine, session: engine.session(), args, cancel, sum: Sum::default() };
     let result = match form {
-        InputForm::Text => scorer.text(&input),
-        InputForm::Jsonl => scorer.jsonl(&input),
-        InputForm::Ids => scorer.id_lines(&input),
+        InputForm::Text => scorer.text(input),
+        InputForm::Jsonl => scorer.jsonl(input),
+        InputForm::Ids => scorer.id_lines(input),
     };
     match result {
         Err(e) if e.is::<Cancelled>() => Ok(Outcome::Interrupted),
@@ -56,22 +58,25 @@ pub(super) fn score(args: &ScoreArgs) -> Result<Outcome> {
     }
 }
 
-/// The form of the input, from its first line that is not blank.
+/// The form of the input, from its first line that is not blank: a JSON object, or integers only. A damaged line of
+/// either kind is still of that kind, so that it is refused and not scored as prose.
 fn detect(input: &str) -> InputForm {
     let Some(line) = input.lines().map(str::trim).find(|l| !l.is_empty()) else {
         return InputForm::Text;
     };
-    if line.starts_with('{')
-        && serde_json::from_str::<Value>(line).is_ok_and(|v| v.get("context").is_some())
-    {
+    let object = serde_json::from_str::<Value>(line).is_ok_and(|v| v.is_object());
+    if object || line.starts_with("{\"") {
         return InputForm::Jsonl;
     }
-    let fields: Option<Vec<i64>> = line.split_ascii_whitespace().map(|f| f.parse().ok()).collect();
-    match fields.as_deref() {
-        Some([ctx, cont, ids @ ..]) if ctx.checked_add(*cont) == Some(ids.len() as i64) => {
-            InputForm::Ids
-        }
-        _ => InputForm::Text,
+    let integer = |f: &str| {
+        let digits = f.strip_prefix('-').unwrap_or(f);
+        !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit())
+    };
+    let mut fields = line.split_ascii_whitespace();
+    if fields.clone().count() >= 2 && fields.all(integer) {
+        InputForm::Ids
+    } else {
+        InputForm::Text
     }
 }
 
@@ -92,6 +97,8 @@ struct Sum {
 struct Scored {
     logprob: f64,
     tokens: usize,
+    /// Bytes of their text.
+    bytes: usize,
     /// Every scored token was the likeliest.
     greedy: bool,
 }
@@ -118,7 +125,7 @@ impl Scorer<'_> {
         if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab) {
             bail!("token id {id} is out of range, the vocabulary has {vocab} ids");
         }
-        let mut scored = Scored { logprob: 0.0, tokens: ids.len() - from, greedy: true };
+        let mut scored = Scored { logprob: 0.0, tokens: ids.len() - from, bytes: 0, greedy: true };
         if scored.tokens == 0 {
             return Ok(scored);
         }
@@ -140,13 +147,19 @@ impl Scorer<'_> {
             Some(self.cancel),
         )?;
         self.sum.processed += input.len() - common;
-        self.sum.logprob += scored.logprob;
-        self.sum.tokens += scored.tokens;
-        self.sum.bytes += ids[from..]
+        scored.bytes = ids[from..]
             .iter()
             .map(|&id| self.engine.tokenizer.token_bytes(id).len())
             .sum::<usize>();
         Ok(scored)
+    }
+
+    /// Counts a sequence towards the averages.
+    fn count(&mut self, scored: Scored) -> Scored {
+        self.sum.logprob += scored.logprob;
+        self.sum.tokens += scored.tokens;
+        self.sum.bytes += scored.bytes;
+        scored
     }
 
     fn text(&mut self, text: &str) -> Result<()> {
@@ -177,7 +190,7 @@ impl Scorer<'_> {
         ensure!(
             ids.len() > 1,
             "{}: {} tokens, nothing to score",
-            self.args.file.display(),
+            input_name(&self.args.file),
             ids.len()
         );
 
@@ -197,7 +210,8 @@ impl Scorer<'_> {
             sequence.extend_from_slice(&ids[start..end]);
             // Without a prefix the first token of a window has nothing before it.
             let from = (prefix + scored_to.max(start) - start).max(1);
-            self.sequence(&sequence, from)?;
+            let scored = self.sequence(&sequence, from)?;
+            self.count(scored);
             scored_to = end;
             bar.inc(1);
         }
@@ -220,23 +234,20 @@ impl Scorer<'_> {
         let (mut results, mut choices, mut correct, mut correct_norm) =
             (Vec::new(), 0usize, 0usize, 0usize);
         for (line, row) in &rows {
-            let at = || format!("{}: line {}", self.args.file.display(), line + 1);
+            let name = input_name(&self.args.file);
+            let at = || format!("{name}: line {}", line + 1);
             let row: Row = parse_row(row).with_context(at)?;
             let value = match row {
                 Row::Continuation { context, continuation } => {
-                    let s = self
-                        .continuation(&context, &continuation)
-                        .with_context(|| format!("line {}", line + 1))?;
+                    let s = self.continuation(&context, &continuation).with_context(at)?;
+                    let s = self.count(s);
                     json!({"logprob": round(s.logprob, 6), "tokens": s.tokens, "greedy": s.greedy})
                 }
                 Row::Choices { context, choices: list, gold } => {
                     let mut scores = Vec::new();
-                    for choice in &list {
-                        scores.push(
-                            self.continuation(&context, choice)
-                                .with_context(|| format!("line {}", line + 1))?
-                                .logprob,
-                        );
+                    for (i, choice) in list.iter().enumerate() {
+                        let s = self.continuation(&context, choice);
+                        scores.push(s.with_context(|| format!("{}: choice {i}", at()))?.logprob);
                     }
                     let norm: Vec<f64> = scores
                         .iter()
@@ -255,11 +266,12 @@ impl Scorer<'_> {
             bar.inc(1);
         }
         bar.finish_and_clear();
-        ensure!(!results.is_empty(), "{}: no row to score", self.args.file.display());
+        ensure!(!results.is_empty(), "{}: no row to score", input_name(&self.args.file));
         let mut report = self.report(started.elapsed().as_secs_f64());
         report["input"] = "jsonl".into();
         report["rows"] = results.len().into();
         if choices > 0 {
+            report["choice_rows"] = choices.into();
             report["accuracy"] = round(correct as f64 / choices as f64, 6).into();
             report["accuracy_norm"] = round(correct_norm as f64 / choices as f64, 6).into();
         }
@@ -296,16 +308,19 @@ impl Scorer<'_> {
     /// The id form: one result line for each input line, nothing else on stdout.
     fn id_lines(&mut self, input: &str) -> Result<()> {
         let lines: Vec<&str> = input.lines().collect();
+        ensure!(!lines.is_empty(), "{}: no line to score", input_name(&self.args.file));
         let bar = progress_bar(self.args.engine.quiet, Some(lines.len() as u64), "scoring");
         let started = Instant::now();
         let mut out = std::io::stdout().lock();
         let mut results = Vec::new();
         for (n, line) in lines.iter().enumerate() {
-            let at = format!("{}: line {}", self.args.file.display(), n + 1);
-            let fields =
-                line.split_ascii_whitespace().map(str::parse).collect::<Result<Vec<i64>, _>>();
-            let fields = fields
-                .with_context(|| format!("{at}: expected integers: <ctxlen> <contlen> <id> …"))?;
+            let at = format!("{}: line {}", input_name(&self.args.file), n + 1);
+            let fields = line.split_ascii_whitespace().map(|f| {
+                f.parse().ok().with_context(|| {
+                    format!("{at}: `{f}` is not an integer, expected <ctxlen> <contlen> <id> …")
+                })
+            });
+            let fields = fields.collect::<Result<Vec<i64>>>()?;
             let [ctx, cont, ids @ ..] = fields.as_slice() else {
                 bail!("{at}: {} fields, expected <ctxlen> <contlen> <id> …", fields.len())
             };
@@ -323,16 +338,19 @@ impl Scorer<'_> {
                     .iter()
                     .map(|&id| {
                         u32::try_from(id)
+                            .ok()
                             .with_context(|| format!("{at}: token id {id} is out of range"))
                     })
                     .collect::<Result<Vec<u32>>>()?;
                 let mut sequence = self.prefix_for(&ids);
                 let from = sequence.len() + *ctx as usize;
                 sequence.extend(ids);
-                Some(self.sequence(&sequence, from).with_context(|| at.clone())?)
+                let scored = self.sequence(&sequence, from).with_context(|| at.clone())?;
+                Some(self.count(scored))
             };
             if self.args.json {
-                let s = scored.unwrap_or(Scored { logprob: 0.0, tokens: 0, greedy: false });
+                let s =
+                    scored.unwrap_or(Scored { logprob: 0.0, tokens: 0, bytes: 0, greedy: false });
                 results.push(
                     json!({"logprob": round(s.logprob, 6), "tokens": s.tokens, "greedy": s.greedy}),
                 );
@@ -393,7 +411,10 @@ impl Scorer<'_> {
         }
         if r.get("accuracy").is_some() {
             let (plain, norm) = (f("accuracy"), f("accuracy_norm"));
-            s = format!("accuracy {plain}, length-normalised {norm} over {} rows; {s}", r["rows"]);
+            s = format!(
+                "accuracy {plain}, length-normalised {norm} over {} rows; {s}",
+                r["choice_rows"]
+            );
         }
         s
     }
@@ -429,21 +450,18 @@ fn parse_row(line: &str) -> Result<Row> {
     };
     let context = text("context")?;
     let Some(choices) = v.get("choices") else {
-        return Ok(Row::Continuation {
-            context,
-            continuation: text("continuation").context("neither `choices` nor `continuation`")?,
-        });
+        ensure!(v.get("continuation").is_some(), "neither `choices` nor `continuation`");
+        return Ok(Row::Continuation { context, continuation: text("continuation")? });
     };
-    let list: Option<Vec<String>> = choices
-        .as_array()
-        .map(|a| a.iter().map(|c| c.as_str().map(str::to_owned)).collect())
-        .unwrap_or_default();
+    let list = choices.as_array().map(Vec::as_slice).unwrap_or_default();
+    let list: Option<Vec<String>> = list.iter().map(|c| c.as_str().map(str::to_owned)).collect();
     let choices = list.filter(|c| !c.is_empty()).context("`choices` is not a list of texts")?;
-    let gold =
-        v.get("gold").and_then(Value::as_u64).map(|g| g as usize).filter(|g| *g < choices.len());
-    let gold =
-        gold.with_context(|| format!("`gold` is not a number from 0 to {}", choices.len() - 1))?;
-    Ok(Row::Choices { context, choices, gold })
+    let gold = v.get("gold").unwrap_or(&Value::Null);
+    let index = gold.as_u64().map(|g| g as usize).filter(|g| *g < choices.len());
+    let index = index.with_context(|| {
+        format!("`gold` is {gold}, expected the index of a choice, 0 to {}", choices.len() - 1)
+    })?;
+    Ok(Row::Choices { context, choices, gold: index })
 }
 
 /// Index of the largest value, the first on a tie.
@@ -465,7 +483,9 @@ mod tests {
     fn the_form_is_found_out() {
         assert_eq!(detect("{\"context\": \"a\", \"continuation\": \"b\"}\n"), InputForm::Jsonl);
         assert_eq!(detect("\n2 1 5 6 7\n"), InputForm::Ids);
-        assert_eq!(detect("2 1 5 6\n"), InputForm::Text, "the count does not fit");
+        assert_eq!(detect("2 1 5 6\n"), InputForm::Ids, "a wrong count is an error, not prose");
+        assert_eq!(detect("{\"context\": \"a\""), InputForm::Jsonl, "so is half an object");
+        assert_eq!(detect("1984\n"), InputForm::Text);
         assert_eq!(detect("{ braces in prose"), InputForm::Text);
         assert_eq!(detect(""), InputForm::Text);
     }

@@ -8,7 +8,7 @@ mod session;
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
 pub use generate::{Channel, Event, Finish, Generation, Request, TokenEvent};
@@ -192,7 +192,9 @@ impl Engine {
 
         // End-of-turn ids: both configs together, and the tokenizer's end of text.
         let mut stops = config.eos.clone();
-        stops.extend(generation.as_ref().map(eos_ids).unwrap_or_default());
+        if let Some(g) = &generation {
+            stops.extend(eos_ids(g, &path("generation_config.json"))?);
+        }
         stops.extend(tokenizer.control_id("<|endoftext|>"));
         stops.sort_unstable();
         stops.dedup();
@@ -335,6 +337,7 @@ fn read_bounded(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(e).with_context(|| format!("cannot read {}", path.display())),
     };
+    ensure!(meta.is_file(), "{}: not a regular file", path.display());
     ensure!(
         meta.len() <= limit,
         "{}: {} bytes, at most {limit} are read",
@@ -349,7 +352,7 @@ fn json_object(bytes: &[u8], file: &str) -> Result<Map<String, Value>> {
         serde_json::from_slice(bytes).with_context(|| format!("{file}: not valid JSON"))?;
     match value {
         Value::Object(map) => Ok(map),
-        _ => anyhow::bail!("{file}: not a JSON object"),
+        _ => bail!("{file}: not a JSON object"),
     }
 }
 
@@ -366,7 +369,11 @@ fn sampling_defaults(g: &Map<String, Value>, file: &str) -> Result<SamplingDefau
             }
         }
     };
-    let greedy = g.get("do_sample").and_then(Value::as_bool) == Some(false);
+    let greedy = match g.get("do_sample") {
+        None | Some(Value::Null) => false,
+        Some(Value::Bool(sample)) => !sample,
+        Some(v) => bail!("{file}: `do_sample` is {v}, expected true or false"),
+    };
     Ok(SamplingDefaults {
         temperature: if greedy { 0.0 } else { number("temperature", d.temperature, 0.0, 100.0)? },
         top_p: number("top_p", d.top_p, 1e-6, 1.0)?,

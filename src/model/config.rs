@@ -230,7 +230,7 @@ impl Config {
             rope_theta,
             indexer: indexer(&c, n_layers, d_rope)?,
             mtp: n_mtp == 1,
-            eos: eos_ids(c.map),
+            eos: eos_ids(c.map, file)?,
             max_positions: c.int_or("max_position_embeddings", 1 << 20, 1..=1 << 30)?,
             tied: c.bool_or("tie_word_embeddings", false)?,
         })
@@ -352,13 +352,19 @@ fn check_fp8(q: &Value, file: &str) -> Result<()> {
     Ok(())
 }
 
-/// The ids of `eos_token_id`, a number or a list; anything else in it is ignored.
-pub fn eos_ids(map: &Map<String, Value>) -> Vec<u32> {
-    let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
+/// The ids of `eos_token_id`, a number or a list. Absent or null is no id.
+///
+/// # Errors
+/// Anything else: a model whose end of turn is misread never stops.
+pub fn eos_ids(map: &Map<String, Value>, file: &str) -> Result<Vec<u32>> {
+    let id = |v: &Value| {
+        let id = v.as_u64().and_then(|n| u32::try_from(n).ok());
+        id.with_context(|| format!("{file}: `eos_token_id` holds {v}, expected token ids"))
+    };
     match map.get("eos_token_id") {
-        Some(Value::Array(a)) => a.iter().filter_map(id).collect(),
-        Some(v) => id(v).into_iter().collect(),
-        None => Vec::new(),
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(Value::Array(a)) => a.iter().map(id).collect(),
+        Some(v) => Ok(vec![id(v)?]),
     }
 }
 

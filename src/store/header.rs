@@ -48,6 +48,10 @@ pub(super) fn parse(file: &[u8], index: usize) -> Result<Header> {
             file.len()
         );
     };
+    ensure!(
+        !file.starts_with(b"version https://git-lfs"),
+        "a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
+    );
     let len = u64::from_le_bytes(*len);
     ensure!(
         len <= MAX_HEADER_BYTES,
@@ -175,9 +179,7 @@ impl<'de> serde::Deserialize<'de> for Entries {
                 let mut entries = Vec::new();
                 while let Some((name, value)) = map.next_entry::<String, Value>()? {
                     if !seen.insert(name.clone()) {
-                        return Err(serde::de::Error::custom(format!(
-                            "{name}: this tensor is listed twice"
-                        )));
+                        return Err(serde::de::Error::custom(format!("{name}: listed twice")));
                     }
                     entries.push((name, value));
                 }

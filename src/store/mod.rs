@@ -376,6 +376,9 @@ impl Shards {
 
 fn map_file(path: PathBuf) -> Result<ShardFile> {
     let shown = path.display().to_string();
+    // Looked at before it is opened: opening a pipe would wait for a writer.
+    let meta = std::fs::metadata(&path).with_context(|| format!("cannot open {shown}"))?;
+    ensure!(meta.is_file(), "{shown}: not a regular file");
     let file = File::open(&path).with_context(|| format!("cannot open {shown}"))?;
     let len = file.metadata().with_context(|| format!("cannot read the size of {shown}"))?.len();
     if len == 0 {

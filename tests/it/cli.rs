@@ -153,6 +153,9 @@ fn reasoning_is_apart_from_the_answer() {
         ("7 + 5 = 11.", "I add 7 and 5. The sum is 11.")
     );
     assert!(stderr(&o).contains("I add 7 and 5."), "{}", stderr(&o));
+    // A stop text does not apply to reasoning.
+    let stopped = json(&run(&[&args[..], &["--json", "--stop", "sum"]].concat()));
+    assert_eq!((&stopped["text"], &stopped["reasoning"]), (&v["text"], &v["reasoning"]));
     let quiet = run(&[&args[..], &["--quiet"]].concat());
     assert_eq!((stdout(&quiet).as_str(), stderr(&quiet).as_str()), ("7 + 5 = 11.\n", ""));
 }
@@ -252,8 +255,11 @@ fn output_is_whole_characters_at_any_temperature() {
 
 #[test]
 fn wrong_usage_exits_with_2_and_bad_data_with_1() {
-    let cases: [(&[&str], i32, &str); 14] = [
+    let cases: [(&[&str], i32, &str); 17] = [
         (&["run", "x", "--temperature", "-1"], 2, "temperature"),
+        (&["run", "x", "--top-k", "-1"], 2, "top-k"),
+        (&["run", ""], 2, "the prompt is empty"),
+        (&["score", "README.md", "--ctx", "2"], 2, "context of 2"),
         (&["run", "x", "--top-p", "0"], 2, "top-p"),
         (&["run", "x", "--isa", "mmx"], 2, "portable, avx2"),
         (&["run", "x", "--quantize", "int5"], 2, "int4-gN"),
@@ -274,6 +280,20 @@ fn wrong_usage_exits_with_2_and_bad_data_with_1() {
         assert!(stderr(&o).contains(word), "{args:?}: {}", stderr(&o));
         assert!(o.stdout.is_empty(), "{args:?}: nothing on stdout");
     }
+    // An empty variable of the environment counts as not set, a wrong one is named.
+    let answer = glm()
+        .args(["run", "Hi", "-n", "1", "-q"])
+        .env("GLM_MODEL", "")
+        .env("GLM_ISA", "")
+        .output()
+        .unwrap();
+    assert!(answer.status.success(), "{}", stderr(&answer));
+    let wrong = glm().args(["run", "Hi", "-q"]).env("GLM_ISA", "mmx").output().unwrap();
+    assert!(
+        wrong.status.code() == Some(2) && stderr(&wrong).contains("GLM_ISA"),
+        "{}",
+        stderr(&wrong)
+    );
     // Nothing at all is help, on stderr.
     assert_eq!(run(&[]).status.code(), Some(2));
 }
@@ -377,6 +397,9 @@ fn damaged_scoring_input_is_refused_by_line() {
         ("1 1 5 6\n1 1 5 -3\n", ["line 2", "-3"]),
         ("1 1 5 6\n1 1 5\n", ["line 2", "1 found"]),
         ("1 1 5 6\n\n", ["line 2", "0 fields"]),
+        ("3 2 10 11 12 13\n", ["line 1", "4 found"]),
+        ("\u{feff}1 1 5 6\n1 1 5 x\n", ["stdin: line 2", "`x`"]),
+        ("{\"context\": \"a\"", ["stdin: line 1", "not valid JSON"]),
         (
             "{\"context\": \"a\", \"continuation\": \"b\"}\n{\"context\": 1}\n",
             ["line 2", "context"],

@@ -601,7 +601,10 @@ fn bad_stamps_are_refused() {
     draft.stamp(&json!([Q_A]));
     draft.refused(&[OUT, "`colibri.fmt` does not hold a JSON object"]);
     draft.file().metadata.insert("colibri.fmt".into(), "{".into());
-    draft.refused(&[OUT, "`colibri.fmt` does not hold JSON"]);
+    draft.refused(&[OUT, "`colibri.fmt` does not hold a JSON object", "EOF while parsing"]);
+    let twice = format!("{{\"{Q_A}\": \"int8-row\", \"{Q_A}\": \"int4-row\"}}");
+    draft.file().metadata.insert("colibri.fmt".into(), twice.into());
+    draft.refused(&[OUT, "`colibri.fmt`", Q_A, "listed twice"]);
     draft.file().metadata.insert("colibri.fmt".into(), json!({Q_A: "int8-row"}));
     draft.refused(&[OUT, "`colibri.fmt` is not a string"]);
     let many: Map<String, Value> = (0..4097).map(|i| (format!("t{i}"), "f32".into())).collect();
@@ -652,7 +655,7 @@ fn duplicate_tensors_are_refused() {
         let text = format!("{},{}", entry.strip_suffix('}').unwrap(), &header.to_string()[1..]);
         join(&text, &data)
     };
-    Draft::of("tiny").refused_after(MAIN, twice, &[Q_A, "this tensor is listed twice"]);
+    Draft::of("tiny").refused_after(MAIN, twice, &[Q_A, "listed twice"]);
 }
 
 /// Ranges that share bytes, lie outside the file, or run backwards.
@@ -868,6 +871,72 @@ fn values_that_are_not_finite_are_found() {
     assert!(error.contains("layer 1: the query latent is not finite"), "{error}");
 }
 
+/// A damaged head: no logits are better than wrong ones.
+#[test]
+fn logits_that_are_not_finite_are_an_error() {
+    let mut draft = Draft::of("tiny");
+    draft.tensor("lm_head.weight").bytes[..2].copy_from_slice(&0x7fc0u16.to_le_bytes());
+    let error = format!("{:#}", logits(&draft.loads(), &[1]).unwrap_err());
+    assert!(error.contains("a logit is not finite"), "{error}");
+}
+
+/// C#8: what runs but not as well as it could is said at load.
+#[test]
+fn files_that_run_badly_or_not_as_meant_are_warned_about() {
+    let warned = |draft: &Draft, words: &[&str]| {
+        let engine = draft.loads();
+        let warnings = engine.model.warnings();
+        assert_eq!(warnings.len(), 1, "{warnings:?}");
+        assert!(words.iter().all(|w| warnings[0].contains(w)), "{warnings:?}");
+    };
+    assert!(Draft::of("tiny").loads().model.warnings().is_empty());
+    let mut draft = Draft::of("tiny");
+    draft.quantize("model.layers.4.eh_proj.weight", Format::Int4 { group: 0 });
+    warned(&draft, &["model.layers.4.eh_proj.weight", "int4 with one scale per row"]);
+    let mut draft = Draft::of("tiny");
+    draft.remove("model.layers.4.");
+    warned(&draft, &["promises an MTP layer, the files have none"]);
+    let mut draft = Draft::of("tiny");
+    draft.config["num_nextn_predict_layers"] = 0.into();
+    warned(&draft, &["hold an MTP layer (4)", "num_nextn_predict_layers"]);
+    let mut draft = Draft::of("tiny");
+    draft.remove("model.layers.4.self_attn.indexer.");
+    warned(&draft, &["the MTP layer has no indexer"]);
+    let mut draft = Draft::of("tiny");
+    let norm = draft.tensor("model.norm.weight").clone();
+    draft.file().tensors.insert("model.layers.9.input_layernorm.weight".into(), norm);
+    warned(&draft, &["1 tensors belong to layers beyond the 4"]);
+    // A part of the MTP layer's indexer is a hole, not a choice.
+    let mut draft = Draft::of("tiny");
+    draft.remove("model.layers.4.self_attn.indexer.wq_b");
+    draft.refused(&["missing 1 of 191", "model.layers.4.self_attn.indexer.wq_b.weight"]);
+}
+
+/// C#381: a model whose end of turn is misread never stops.
+#[test]
+fn end_of_turn_ids_that_are_none_are_refused() {
+    for bad in
+        [json!(-1), json!(1.5), json!("x"), json!(true), json!([280, "x"]), json!(1u64 << 40)]
+    {
+        let mut draft = Draft::of("tiny");
+        draft.config["eos_token_id"] = bad.clone();
+        draft.refused(&["config.json", "eos_token_id", "expected token ids"]);
+        let draft = Draft::of("tiny");
+        let text = json!({"eos_token_id": bad}).to_string().into_bytes();
+        let file = "generation_config.json";
+        draft.refused_after(file, |_| text, &[file, "eos_token_id", "expected token ids"]);
+    }
+}
+
+/// Codes without a dimension are no matrix.
+#[test]
+fn a_scalar_where_a_matrix_should_be_is_refused() {
+    let mut draft = Draft::container(Format::Int8);
+    let t = draft.tensor(Q_A);
+    (t.shape, t.bytes) = (Vec::new(), vec![0]);
+    draft.refused(&[OUT, Q_A]);
+}
+
 // ------------------------------------------------------------------ parts that may be left out
 
 /// An indexer that config promises and files lack.
@@ -1004,8 +1073,9 @@ fn side_files_that_do_not_fit_are_refused() {
 fn things_that_are_no_model_files_are_refused() {
     let draft = Draft::of("tiny");
     let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5368709120\n";
-    draft.refused_after(MAIN, |_| pointer.to_vec(), &["not a safetensors file"]);
+    draft.refused_after(MAIN, |_| pointer.to_vec(), &["a Git LFS pointer", "git lfs pull"]);
+    draft.refused_after(MAIN, |_| b"<!DOCTYPE html>".to_vec(), &["not a safetensors file"]);
     draft.write();
     std::fs::create_dir(draft.path().join("z.safetensors")).unwrap();
-    refused(draft.path(), &["z.safetensors"]);
+    refused(draft.path(), &["z.safetensors", "not a regular file"]);
 }

@@ -13,3 +13,4 @@ mod layers;
 mod mutate;
 mod oracle;
 mod quality;
+mod sessions;

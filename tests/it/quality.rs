@@ -6,13 +6,13 @@ use serde_json::Value;
 
 use crate::fixture::root;
 
-/// Nats per token of one validation text, scored as the reference figures were made.
-fn nats(args: &[&str]) -> f64 {
+/// Nats per token and scored tokens of one validation text, scored as the reference figures were made.
+fn nats(domain: &str, args: &[&str]) -> (f64, u64) {
     let out = Command::new(env!("CARGO_BIN_EXE_glm"))
         .current_dir(root())
         .args([
             "score",
-            "models/tiny-bf16/valid/chat.txt",
+            &format!("models/tiny-bf16/valid/{domain}.txt"),
             "--window",
             "512",
             "--no-prefix",
@@ -24,17 +24,23 @@ fn nats(args: &[&str]) -> f64 {
         .unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     let v: Value = serde_json::from_slice(&out.stdout).unwrap();
-    assert_eq!(v["tokens"], 12775, "scored tokens");
-    v["nats_per_token"].as_f64().unwrap()
+    (v["nats_per_token"].as_f64().unwrap(), v["tokens"].as_u64().unwrap())
 }
 
 #[test]
 fn perplexity_is_the_reference_figure() {
-    // transformers on the same weights: 0.8060 nats per token, perplexity 2.239.
-    let bf16 = nats(&["--model", "models/tiny-bf16"]);
-    assert!((bf16.exp() / 0.8060f64.exp() - 1.0).abs() < 1e-3, "bf16: {bf16} nats per token");
+    // transformers on the same weights, windows of 512 tokens: domain, nats per token, scored tokens.
+    let reference =
+        [("stories", 0.5365, 11753), ("chat", 0.8060, 12775), ("recall", 1.3191, 12775)];
+    for (domain, want, tokens) in reference {
+        let (got, n) = nats(domain, &["--model", "models/tiny-bf16"]);
+        assert_eq!(n, tokens, "{domain}: scored tokens");
+        assert!((got - want).exp().abs() - 1.0 < 1e-3, "{domain}: {got}, expected {want}");
+        assert!((want - got).exp().abs() - 1.0 < 1e-3, "{domain}: {got}, expected {want}");
+    }
     // The built-in container: int8 activations cost at most 0.3% of perplexity.
-    let (q8, exact) = (nats(&["--activations", "q8"]), nats(&["--activations", "f32"]));
+    let bf16 = reference[1].1;
+    let [q8, exact] = ["q8", "f32"].map(|mode| nats("chat", &["--activations", mode]).0);
     assert!((q8 - exact).exp() < 1.003, "int8 activations: {q8} against {exact}");
     assert!((exact - bf16).exp() < 1.02, "int4: {exact} against {bf16}");
 }
