@@ -1,6 +1,7 @@
 //! The subcommands: thin front ends over the engine. Only here is anything printed, and only here is stdin read.
 //!
 //! stdout carries the product; notes, progress and statistics go to stderr. Progress is shown on terminals only.
+#![forbid(unsafe_code)]
 
 mod bench;
 mod convert;
