@@ -382,6 +382,27 @@ mod tests {
     }
 
     #[test]
+    fn sections_do_not_nest_at_any_thread_count() {
+        for threads in [1, 2] {
+            let pool = Pool::new(threads);
+            for tasks in [1, 4] {
+                let nested = || pool.par(tasks, |_| pool.par(1, |_| ()));
+                assert!(catch_unwind(AssertUnwindSafe(nested)).is_err(), "{threads} threads");
+            }
+            pool.par_each(vec![1, 2, 3], |_| ());
+        }
+    }
+
+    #[test]
+    fn every_item_is_taken_once() {
+        let pool = Pool::new(3);
+        let mut hits = [0; 50];
+        pool.par_each(hits.iter_mut().collect(), |h| *h += 1);
+        assert_eq!(hits, [1; 50]);
+        assert_eq!(pool.par_map(5, |i| i * i), [0, 1, 4, 9, 16]);
+    }
+
+    #[test]
     fn two_callers_share_one_pool() {
         let pool = Pool::new(2);
         let n = AtomicUsize::new(0);

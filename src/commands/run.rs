@@ -1,7 +1,7 @@
 //! `glm run`: one prompt, the answer streamed to stdout.
 #![forbid(unsafe_code)]
 
-use std::io::{IsTerminal, Write};
+use std::io::{IsTerminal, Stderr, StdoutLock, Write};
 use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -138,9 +138,7 @@ struct Answer {
 
 /// Runs the generation, printing as it goes unless JSON is wanted.
 fn stream(mut generation: Generation<'_>, args: &RunArgs) -> Result<Answer> {
-    let dim = std::io::stderr().is_terminal()
-        && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
-    let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr());
+    let mut screen = (!args.json).then(|| Screen::new(!args.engine.quiet));
     let mut answer = Answer {
         text: String::new(),
         reasoning: String::new(),
@@ -153,26 +151,8 @@ fn stream(mut generation: Generation<'_>, args: &RunArgs) -> Result<Answer> {
         match event? {
             Event::Token(token) => answer.tokens.push(token),
             Event::Text(channel, text) => {
-                match channel {
-                    _ if args.json => {}
-                    Channel::Answer => {
-                        // Reasoning does not end with a line break of its own.
-                        if answer.text.is_empty()
-                            && !answer.reasoning.is_empty()
-                            && !args.engine.quiet
-                        {
-                            let _ = writeln!(err);
-                        }
-                        out.write_all(text.as_bytes())
-                            .and_then(|()| out.flush())
-                            .context("cannot write to stdout")?;
-                    }
-                    Channel::Reasoning if args.engine.quiet => {}
-                    Channel::Reasoning => {
-                        let shown =
-                            if dim { format!("\x1b[2m{text}\x1b[0m") } else { text.clone() };
-                        let _ = err.write_all(shown.as_bytes()).and_then(|()| err.flush());
-                    }
+                if let Some(screen) = &mut screen {
+                    screen.show(channel, &text)?;
                 }
                 match channel {
                     Channel::Answer => answer.text += &text,
@@ -181,20 +161,71 @@ fn stream(mut generation: Generation<'_>, args: &RunArgs) -> Result<Answer> {
             }
         }
     }
+    if let Some(screen) = screen {
+        screen.end()?;
+    }
     answer.finish = generation.finish.unwrap_or(Finish::Stop);
     answer.decode_s = generation.decode_time.as_secs_f64();
     answer.passes = generation.passes;
-    if !args.json {
-        let shown_reasoning_only =
-            answer.text.is_empty() && !answer.reasoning.is_empty() && !args.engine.quiet;
-        if shown_reasoning_only {
-            let _ = writeln!(err);
-        } else if !answer.text.ends_with('\n') {
-            writeln!(out).context("cannot write to stdout")?;
-        }
-        out.flush().context("cannot write to stdout")?;
-    }
     Ok(answer)
+}
+
+/// The answer on stdout as it is made, reasoning on stderr, dimmed on a terminal.
+struct Screen {
+    out: StdoutLock<'static>,
+    err: Stderr,
+    reasoning: bool,
+    dim: bool,
+    /// What was shown last, and whether it ended a line.
+    last: Option<Channel>,
+    line_ended: bool,
+}
+
+impl Screen {
+    fn new(reasoning: bool) -> Self {
+        let (out, err) = (std::io::stdout().lock(), std::io::stderr());
+        let colour = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
+        Self {
+            out,
+            dim: err.is_terminal() && colour,
+            err,
+            reasoning,
+            last: None,
+            line_ended: false,
+        }
+    }
+
+    fn show(&mut self, channel: Channel, text: &str) -> Result<()> {
+        match channel {
+            Channel::Reasoning if !self.reasoning => return Ok(()),
+            Channel::Reasoning => {
+                let shown = if self.dim { &format!("\x1b[2m{text}\x1b[0m") } else { text };
+                // A closed stderr is nobody's failure.
+                let _ = self.err.write_all(shown.as_bytes());
+            }
+            Channel::Answer => {
+                // Reasoning does not end with a line break of its own.
+                if self.last == Some(Channel::Reasoning) && !self.line_ended {
+                    let _ = writeln!(self.err);
+                }
+                let written = self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush());
+                written.context("cannot write to stdout")?;
+            }
+        }
+        self.last = Some(channel);
+        self.line_ended = text.ends_with('\n');
+        Ok(())
+    }
+
+    /// Ends the last line, so that what follows starts a new one.
+    fn end(mut self) -> Result<()> {
+        match self.last {
+            _ if self.line_ended => {}
+            Some(Channel::Reasoning) => drop(writeln!(self.err)),
+            _ => writeln!(self.out).context("cannot write to stdout")?,
+        }
+        self.out.flush().context("cannot write to stdout")
+    }
 }
 
 /// Figures of one run.

@@ -36,6 +36,16 @@ pub fn stamp_name(format: Format) -> &'static str {
     }
 }
 
+/// What a file says about a packed matrix.
+struct Packed<'a> {
+    rows: usize,
+    cols: usize,
+    /// Bytes of codes and of scales.
+    codes: usize,
+    scales: usize,
+    stamp: Option<&'a str>,
+}
+
 /// Infers the format of a packed `rows`×`cols` matrix from the byte counts of its codes and scales.
 ///
 /// `stamp` is the metadata stamp for resident tensors; routed experts pass `None`. The order of the tests is part of
@@ -62,7 +72,7 @@ pub fn infer(
         );
         ensure!(name != "mxfp4", "format mxfp4 is not supported");
     }
-    let format = infer_bytes(rows, cols, codes, scales, stamp)?;
+    let format = infer_bytes(&Packed { rows, cols, codes, scales, stamp })?;
     if let Some(name) = stamp {
         ensure!(
             name == stamp_name(format),
@@ -73,13 +83,8 @@ pub fn infer(
     Ok(format)
 }
 
-fn infer_bytes(
-    rows: usize,
-    cols: usize,
-    codes: usize,
-    scales: usize,
-    stamp: Option<&str>,
-) -> Result<Format> {
+fn infer_bytes(p: &Packed<'_>) -> Result<Format> {
+    let Packed { rows, cols, codes, scales, stamp } = *p;
     let blocks = rows.div_ceil(FP8_BLOCK) * cols.div_ceil(FP8_BLOCK);
     let e8 = scales == 4 && codes == rows * cols.div_ceil(256) * 98;
     if e8 {
@@ -99,7 +104,7 @@ fn infer_bytes(
         }
     }
     let format = if codes == rows * cols {
-        return infer_bytes_per_code(rows, cols, scales, blocks, stamp);
+        return infer_bytes_per_code(p, blocks);
     } else if codes == rows * cols.div_ceil(2) {
         int4_group(rows, cols, scales)
     } else if codes == rows * cols.div_ceil(4) {
@@ -132,13 +137,8 @@ fn int4_group(rows: usize, cols: usize, scales: usize) -> Format {
 }
 
 /// One byte per code: int8 per row, or fp8 with block scales.
-fn infer_bytes_per_code(
-    rows: usize,
-    cols: usize,
-    scales: usize,
-    blocks: usize,
-    stamp: Option<&str>,
-) -> Result<Format> {
+fn infer_bytes_per_code(p: &Packed<'_>, blocks: usize) -> Result<Format> {
+    let Packed { rows, cols, scales, stamp, .. } = *p;
     let (row, block, ue8m0) = (scales == 4 * rows, scales == 4 * blocks, scales == blocks);
     match (row, block) {
         // GLM-5.2's own o_proj has as many rows as blocks, so an unstamped tie must stay int8.
