@@ -128,7 +128,7 @@ pub struct RunArgs {
     /// Leaves the model's prefix out.
     #[arg(long, requires = "raw", help = "With --raw: do not put [gMASK]<sop> before the text")]
     pub no_prefix: bool,
-    /// Let the model think before it answers
+    /// Let the model think before it answers; without --think and --no-think the model's template decides (GLM-5.2 thinks)
     #[arg(long, conflicts_with_all = ["no_think", "raw"])]
     pub think: bool,
     /// Answer without thinking
