@@ -34,7 +34,7 @@ const SIDE_FILES: [&str; 5] = [
 pub(super) fn convert(args: &ConvertArgs) -> Result<Outcome> {
     let (src, dst) = (&args.src, &args.dst);
     let cancel = cancel_flag()?;
-    let config = Config::parse(&read_config(src)?, &src.join("config.json").display().to_string())?;
+    let config = read_config(src)?;
     let shards = Shards::open(src)?;
     let census = weights::census(&config, &shards, BindOptions::default())?;
     if !census.missing.is_empty() {

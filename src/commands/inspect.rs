@@ -62,8 +62,7 @@ fn problems(config: &Config, shards: &Shards, census: &Census, dir: &Path) -> Ve
 
 impl<'a> Report<'a> {
     fn new(dir: &'a Path) -> Result<Self> {
-        let config_path = dir.join("config.json").display().to_string();
-        let config = Config::parse(&read_config(dir)?, &config_path)?;
+        let config = read_config(dir)?;
         let shards = Shards::open(dir)?;
         let census = weights::census(&config, &shards, BindOptions::default())?;
         let mut totals: BTreeMap<(Class, String), Total> = BTreeMap::new();

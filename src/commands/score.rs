@@ -233,8 +233,8 @@ impl Scorer<'_> {
         let started = Instant::now();
         let (mut results, mut choices, mut correct, mut correct_norm) =
             (Vec::new(), 0usize, 0usize, 0usize);
+        let name = input_name(&self.args.file);
         for (line, row) in &rows {
-            let name = input_name(&self.args.file);
             let at = || format!("{name}: line {}", line + 1);
             let row: Row = parse_row(row).with_context(at)?;
             let value = match row {
@@ -266,7 +266,7 @@ impl Scorer<'_> {
             bar.inc(1);
         }
         bar.finish_and_clear();
-        ensure!(!results.is_empty(), "{}: no row to score", input_name(&self.args.file));
+        ensure!(!results.is_empty(), "{name}: no row to score");
         let mut report = self.report(started.elapsed().as_secs_f64());
         report["input"] = "jsonl".into();
         report["rows"] = results.len().into();

@@ -92,10 +92,9 @@ pub struct Generation<'a> {
     end_think: Option<u32>,
     /// Answer text that may be the beginning of a stop text.
     held: String,
-    queue: VecDeque<Event>,
-    /// An error that waits until the queue is empty.
-    failed: Option<anyhow::Error>,
-    failed_once: bool,
+    /// What is still to be yielded; an error is the last of it.
+    queue: VecDeque<Result<Event>>,
+    done: bool,
     /// Generated ids, the end-of-turn id included.
     pub ids: Vec<u32>,
     /// Why it ended: set when the iterator is exhausted without an error.
@@ -139,8 +138,7 @@ impl<'a> Generation<'a> {
             end_think,
             held: String::new(),
             queue: VecDeque::new(),
-            failed: None,
-            failed_once: false,
+            done: false,
             ids: Vec::new(),
             finish: None,
             decode_time: Duration::ZERO,
@@ -176,7 +174,7 @@ impl<'a> Generation<'a> {
         self.ids.push(id);
         let logprob =
             before.map(|((lse, top), logits)| (f64::from(logits[id as usize]) - lse, top));
-        self.queue.push_back(Event::Token(TokenEvent { id, logprob }));
+        self.queue.push_back(Ok(Event::Token(TokenEvent { id, logprob })));
 
         if !self.request.ignore_eos && self.engine.stops().contains(&id) {
             return self.end(Finish::Stop);
@@ -220,7 +218,7 @@ impl<'a> Generation<'a> {
 
     fn queue_text(&mut self, text: String) {
         if !text.is_empty() {
-            self.queue.push_back(Event::Text(self.channel, text));
+            self.queue.push_back(Ok(Event::Text(self.channel, text)));
         }
     }
 
@@ -235,6 +233,7 @@ impl<'a> Generation<'a> {
     fn end(&mut self, finish: Finish) -> Result<()> {
         self.flush();
         self.finish = Some(finish);
+        self.done = true;
         Ok(())
     }
 }
@@ -245,13 +244,9 @@ impl Iterator for Generation<'_> {
     fn next(&mut self) -> Option<Result<Event>> {
         loop {
             if let Some(event) = self.queue.pop_front() {
-                return Some(Ok(event));
+                return Some(event);
             }
-            if let Some(e) = self.failed.take() {
-                self.failed_once = true;
-                return Some(Err(e));
-            }
-            if self.finish.is_some() || self.failed_once {
+            if self.done {
                 return None;
             }
             let started = Instant::now();
@@ -260,7 +255,8 @@ impl Iterator for Generation<'_> {
             if let Err(e) = step {
                 // What was generated comes first; after the error nothing does.
                 self.flush();
-                self.failed = Some(e);
+                self.queue.push_back(Err(e));
+                self.done = true;
             }
         }
     }

@@ -136,9 +136,8 @@ impl Engine {
     /// # Errors
     /// A file is missing, damaged, or does not fit the others; every message names the file.
     pub fn open(dir: &Path, options: &Options) -> Result<Self> {
-        let config = read_config(dir)?;
-        let tokenizer = read_side(dir, "tokenizer.json")?
-            .with_context(|| format!("{}: not found; a model directory holds config.json, tokenizer.json and *.safetensors", dir.join("tokenizer.json").display()))?;
+        let config = config_bytes(dir)?;
+        let tokenizer = required(dir, "tokenizer.json", MAX_SIDE_FILE_BYTES)?;
         let generation = read_side(dir, "generation_config.json")?;
         let tokenizer_config = read_side(dir, "tokenizer_config.json")?;
         let template = read_side(dir, "chat_template.jinja")?;
@@ -286,22 +285,21 @@ impl Engine {
     }
 }
 
-/// `config.json` of a model directory.
+/// The checked `config.json` of a model directory.
 ///
 /// # Errors
-/// Not there, not readable, or absurdly large.
-pub fn read_config(dir: &Path) -> Result<Vec<u8>> {
+/// Not there, not readable, absurdly large, or refused by [`Config::parse`].
+pub fn read_config(dir: &Path) -> Result<Config> {
+    Config::parse(&config_bytes(dir)?, &dir.join("config.json").display().to_string())
+}
+
+fn config_bytes(dir: &Path) -> Result<Vec<u8>> {
     ensure!(
         dir.is_dir(),
         "{}: not a directory; expected a model directory with config.json, tokenizer.json and *.safetensors",
         dir.display()
     );
-    read_bounded(&dir.join("config.json"), MAX_CONFIG_BYTES)?.with_context(|| {
-        format!(
-            "{}: not found; a model directory holds config.json, tokenizer.json and *.safetensors",
-            dir.join("config.json").display()
-        )
-    })
+    required(dir, "config.json", MAX_CONFIG_BYTES)
 }
 
 /// The tokenizer of a model directory, checked against its config.
@@ -309,10 +307,19 @@ pub fn read_config(dir: &Path) -> Result<Vec<u8>> {
 /// # Errors
 /// Not there, damaged, or with more ids than the model has rows.
 pub fn read_tokenizer(dir: &Path, config: &Config) -> Result<Tokenizer> {
-    let path = dir.join("tokenizer.json").display().to_string();
-    let bytes = read_side(dir, "tokenizer.json")?
-        .with_context(|| format!("{path}: not found; a model directory holds config.json, tokenizer.json and *.safetensors"))?;
-    check_tokenizer(&bytes, &path, config)
+    let bytes = required(dir, "tokenizer.json", MAX_SIDE_FILE_BYTES)?;
+    check_tokenizer(&bytes, &dir.join("tokenizer.json").display().to_string(), config)
+}
+
+/// A file that every model directory has.
+fn required(dir: &Path, name: &str, limit: u64) -> Result<Vec<u8>> {
+    let path = dir.join(name);
+    read_bounded(&path, limit)?.with_context(|| {
+        format!(
+            "{}: not found; a model directory holds config.json, tokenizer.json and *.safetensors",
+            path.display()
+        )
+    })
 }
 
 fn check_tokenizer(bytes: &[u8], path: &str, config: &Config) -> Result<Tokenizer> {

@@ -3,8 +3,8 @@
 //! All other instruction sets must give the same bits. They do so by construction where they can: the bodies here are
 //! `#[inline(always)]` and are compiled again inside `#[target_feature]` functions (see `table!` in `mod.rs`), where
 //! the compiler may use wider vectors but may not reorder a floating-point operation. What a compiler does badly, the
-//! f32 lanes of a dot product and the
-//! integer dot product of a 64-group, are the methods of [`Simd`] and are written by hand per instruction set.
+//! f32 lanes of a dot product and the integer dot product of a 64-group, are the methods of [`Simd`] and are written by
+//! hand per instruction set.
 //!
 //! Orders of summation (`docs/architecture.md`, "Arithmetic"):
 //! - f32 dot: element i goes to partial sum i mod 16 by fma, then the tree 8+8, 4+4, 2+2, 1+1.

@@ -326,10 +326,9 @@ impl<'a> Binder<'a> {
             o: self.mat(&a("o_proj.weight"), c.d_model, c.n_heads * c.d_v, class)?,
         };
         // Containers in circulation leave the MTP layer's own indexer out; drafts are then made with dense attention.
-        let names =
-            ["wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias"];
-        let absent = |n: &str| self.shards.find(&a(&format!("indexer.{n}"))).is_none();
-        let skip = self.options.no_indexer || (i == c.n_layers && names.into_iter().all(absent));
+        let its_own = |name: &str| layer_of(name) == Some(i) && is_indexer(name);
+        let left_out = i == c.n_layers && !self.shards.names().any(its_own);
+        let skip = self.options.no_indexer || left_out;
         let indexer = match &c.indexer {
             Some(x) if c.scores_keys(i) && !skip => Some(Indexer {
                 q_b: self.mat(
@@ -391,7 +390,7 @@ impl<'a> Binder<'a> {
         let c = self.config;
         let i = c.n_layers;
         let n = |s: &str| format!("model.layers.{i}.{s}");
-        if !c.mtp || !self.shards.names().any(|name| name.starts_with(&n(""))) {
+        if !c.mtp || !self.shards.names().any(|name| layer_of(name) == Some(i)) {
             return Ok(None);
         }
         self.mtp = true;
