@@ -36,8 +36,9 @@ pub enum Command {
     Inspect(InspectArgs),
     /// Writes a quantized container from a checkpoint
     Convert(ConvertArgs),
-    /// Measures prefill and decode speed
-    Bench(BenchArgs),
+    /// Measures a model, kernels, a drive or the thread pool
+    #[command(subcommand)]
+    Bench(BenchCommand),
     /// Prints a completion script for a shell
     Completions {
         /// Shell to complete for
@@ -71,7 +72,7 @@ pub struct EngineArgs {
     /// Compute threads; default is one per physical core. Results do not depend on it
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "Compute")]
     pub threads: Option<u16>,
-    /// Instruction set: portable, avx2, avx512 or avx512vnni; also from GLM_ISA. Default is the best of this CPU; results
+    /// Instruction set: see `glm --version` for those of this CPU; also from GLM_ISA. Default is the best of this CPU; results
     /// do not depend on it
     #[arg(long, value_name = "ISA", help_heading = "Compute")]
     pub isa: Option<Isa>,
@@ -273,32 +274,132 @@ pub struct ConvertArgs {
     pub quiet: bool,
 }
 
-/// `glm bench`.
+/// What `glm bench` measures.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Prefill and decode speed of a model
+    Model(BenchModelArgs),
+    /// Matrix products and attention on synthetic data, beside a plain read of the same bytes
+    Kernels(BenchKernelsArgs),
+    /// Reads from a drive: block sizes and numbers of readers
+    Disk(BenchDiskArgs),
+    /// Cost of a parallel section
+    Pool(BenchPoolArgs),
+}
+
+/// `glm bench model`
 #[derive(Debug, Args)]
-#[command(
-    allow_negative_numbers = true,
-    after_help = "\
-Prompts are random ids, the same on every machine. Every figure is the median of the repeats.
+#[command(after_help = "\
+Prompts are random ids, decoding is greedy. Every figure is the median of the repeats; machines are noisy, so compare
+two programs in one session, alternating. `glm synth` makes models to measure with.
 
 Example:
-  glm bench --prompt 64,512 --gen 128 --json"
-)]
-pub struct BenchArgs {
+  glm bench model --prompt 64,512 --gen 128 --json")]
+pub struct BenchModelArgs {
     /// Prompt lengths
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [64, 256], value_parser = clap::value_parser!(u32).range(1..))]
     pub prompt: Vec<u32>,
     /// Tokens to decode after each prompt
     #[arg(long = "gen", value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     pub generate: u32,
-    /// Repeats
+    /// How it is repeated and reported.
+    #[command(flatten)]
+    pub report: ReportArgs,
+    /// Model and compute options.
+    #[command(flatten)]
+    pub engine: EngineArgs,
+}
+
+/// How often something is measured, and how it is printed.
+#[derive(Debug, Args)]
+pub struct ReportArgs {
+    /// Repeats; figures are their median
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub reps: u32,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Model and compute options.
+}
+
+/// `glm bench kernels`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Every product is measured between two plain reads of the same bytes; `ratio` is product over read. Cold products go
+through at least --cold of distinct matrices, so that weights come from memory; hot ones repeat one matrix.
+
+Examples:
+  glm bench kernels
+  glm bench kernels --format int4-g64 --shape 2048x6144 --batch 1,8,64 --threads 1,2 --json")]
+pub struct BenchKernelsArgs {
+    /// Weight formats: bf16, fp8, int8, int4-row, int4-gN, int3, int2
+    #[arg(long, value_name = "FORMAT,…", value_delimiter = ',', default_values_t = ["int4-g64".to_owned(), "int8".to_owned(), "bf16".to_owned()])]
+    pub format: Vec<String>,
+    /// Matrix shapes, outputs × inputs
+    #[arg(long, value_name = "ROWSxCOLS,…", value_delimiter = ',', default_values_t = ["2048x6144".to_owned(), "6144x2048".to_owned()], value_parser = shape)]
+    pub shape: Vec<String>,
+    /// Activation rows of one product
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1, 4, 8, 16, 64, 512], value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub batch: Vec<u32>,
+    /// Thread counts; default is one per physical core
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Vec<u16>,
+    /// Instruction set; default is the best of this CPU
+    #[arg(long, value_name = "ISA")]
+    pub isa: Option<Isa>,
+    /// MB of distinct matrices for cold products; 0 measures hot ones only
+    #[arg(long, value_name = "MB", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(..=1 << 20))]
+    pub cold: u32,
+    /// Lengths of the attention cache; 0 leaves attention out
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1024, 8192, 65536], value_parser = clap::value_parser!(u32).range(..=1 << 20))]
+    pub keys: Vec<u32>,
+    /// How it is repeated and reported.
     #[command(flatten)]
-    pub engine: EngineArgs,
+    pub report: ReportArgs,
+}
+
+/// `glm bench disk`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Reads the largest file of DIR at random places, past the system's cache where it can (direct) and through it
+(buffered, after dropping the file from the cache). Nothing is written.
+
+Example:
+  glm bench disk /models/glm-5.2-int4 --json")]
+pub struct BenchDiskArgs {
+    /// Directory on the drive, with at least one large file
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// KB of one read
+    #[arg(long, value_name = "KB,…", value_delimiter = ',', default_values_t = [1024, 4096, 20480], value_parser = clap::value_parser!(u32).range(4..=1 << 20))]
+    pub block: Vec<u32>,
+    /// Numbers of readers
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1, 2, 4], value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub readers: Vec<u16>,
+    /// MB that each measurement reads
+    #[arg(long, value_name = "MB", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub amount: u32,
+    /// How it is repeated and reported.
+    #[command(flatten)]
+    pub report: ReportArgs,
+}
+
+/// `glm bench pool`
+#[derive(Debug, Args)]
+pub struct BenchPoolArgs {
+    /// Thread counts; default is 1 and one per physical core
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Vec<u16>,
+    /// How it is repeated and reported.
+    #[command(flatten)]
+    pub report: ReportArgs,
+}
+
+fn shape(s: &str) -> Result<String, String> {
+    let side = |n: &str| n.parse::<usize>().ok().filter(|n| (1..=1 << 20).contains(n));
+    match s.split_once('x') {
+        Some((r, c)) if side(r).is_some() && side(c).is_some() => Ok(s.to_owned()),
+        _ => Err("expected ROWSxCOLS, for example 2048x6144".to_owned()),
+    }
 }
 
 /// A number from `LOW` to `HIGH`.

@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 /// Iterations of the spin loop before a worker parks: some tens of microseconds.
@@ -114,6 +114,25 @@ impl Pool {
         }
     }
 
+    /// Cuts `items` into chunks of `size` and runs `body(i, chunk i)` on each, in parallel.
+    pub fn par_chunks<T: Send>(
+        &self,
+        items: &mut [T],
+        size: usize,
+        body: impl Fn(usize, &mut [T]) + Sync,
+    ) {
+        assert!(size > 0, "a chunk has at least one item");
+        let len = items.len();
+        let base = SendPtr(items.as_mut_ptr());
+        self.par(len.div_ceil(size), |i| {
+            let base = &base;
+            let (at, end) = (i * size, ((i + 1) * size).min(len));
+            // SAFETY: `at..end` lies inside `items`, which stays borrowed until `par` returns; tasks have different
+            // `i`, so their ranges are disjoint.
+            body(i, unsafe { std::slice::from_raw_parts_mut(base.0.add(at), end - at) });
+        });
+    }
+
     /// Runs `f` on every item, in parallel.
     pub fn par_each<T: Send>(&self, items: Vec<T>, f: impl Fn(T) + Sync) {
         let slots: Vec<Mutex<Option<T>>> = items.into_iter().map(|t| Mutex::new(Some(t))).collect();
@@ -123,40 +142,36 @@ impl Pool {
         });
     }
 
-    /// `[f(0), …, f(n - 1)]`, computed in parallel.
-    pub fn par_map<T: Send + Sync>(&self, n: usize, f: impl Fn(usize) -> T + Sync) -> Vec<T> {
-        let slots: Vec<OnceLock<T>> = (0..n).map(|_| OnceLock::new()).collect();
-        self.par(n, |i| {
-            // Each task sets its own slot once, so it was empty.
-            let _ = slots[i].set(f(i));
-        });
-        slots.into_iter().filter_map(OnceLock::into_inner).collect()
-    }
-
     /// Splits the row-major matrix `y` (`stride` columns) into tiles and runs `body(band, tile)` on each in parallel.
     ///
-    /// Bands are the row ranges between consecutive `bounds` (ascending, the last at most the number of rows); each
-    /// band is cut into column chunks of `chunk`. Empty bands are skipped.
+    /// Each band of rows is cut into column chunks of `chunk`. Empty bands are skipped.
     pub fn par_tiles(
         &self,
         y: &mut [f32],
         stride: usize,
-        bounds: &[usize],
+        bands: Bands<'_>,
         chunk: usize,
         body: impl Fn(usize, TileMut) + Sync,
     ) {
         assert!(stride > 0 && chunk > 0, "a tile has at least one column");
-        assert!(
-            bounds.is_sorted() && bounds.last().is_none_or(|&b| b <= y.len() / stride),
-            "bands lie inside y"
-        );
+        let all_rows = y.len() / stride;
+        if let Bands::Between(bounds) = bands {
+            let inside = bounds.last().is_none_or(|&b| b <= all_rows);
+            assert!(bounds.is_sorted() && inside, "bands lie inside y");
+        }
         let chunks = stride.div_ceil(chunk);
-        let bands = bounds.len().saturating_sub(1);
+        let n = match bands {
+            Bands::Every(rows) => all_rows.div_ceil(rows.max(1)),
+            Bands::Between(bounds) => bounds.len().saturating_sub(1),
+        };
         let base = SendPtr(y.as_mut_ptr());
-        self.par(bands * chunks, |task| {
+        self.par(n * chunks, |task| {
             let base = &base;
             let (band, c) = (task / chunks, task % chunks);
-            let rows = bounds[band]..bounds[band + 1];
+            let rows = match bands {
+                Bands::Every(k) => band * k.max(1)..((band + 1) * k.max(1)).min(all_rows),
+                Bands::Between(bounds) => bounds[band]..bounds[band + 1],
+            };
             if rows.is_empty() {
                 return;
             }
@@ -168,9 +183,19 @@ impl Pool {
     }
 }
 
-struct SendPtr(*mut f32);
-// SAFETY: only used to derive disjoint tiles, one per task (see `par_tiles`).
-unsafe impl Sync for SendPtr {}
+/// How rows are cut into bands.
+#[derive(Clone, Copy)]
+pub enum Bands<'a> {
+    /// This many rows each.
+    Every(usize),
+    /// Between consecutive bounds: ascending, the last at most the number of rows.
+    Between(&'a [usize]),
+}
+
+struct SendPtr<T>(*mut T);
+// SAFETY: only used to derive disjoint parts of a borrowed slice of `Send` items, one per task (see `par_chunks` and
+// `par_tiles`).
+unsafe impl<T: Send> Sync for SendPtr<T> {}
 
 /// A rectangle of a row-major f32 matrix that one task owns.
 pub struct TileMut<'a> {
@@ -198,6 +223,16 @@ impl<'a> TileMut<'a> {
     #[inline]
     pub fn cols(&self) -> Range<usize> {
         self.cols.clone()
+    }
+
+    /// Columns `cols` of this tile (counted from its first) as a tile of their own.
+    ///
+    /// # Panics
+    /// When they are not inside.
+    pub fn part(&mut self, cols: Range<usize>) -> TileMut<'_> {
+        assert!(cols.start <= cols.end && cols.end <= self.cols.len(), "columns inside the tile");
+        let cols = self.cols.start + cols.start..self.cols.start + cols.end;
+        TileMut { base: self.base, stride: self.stride, rows: self.rows(), cols, _y: PhantomData }
     }
 
     /// The tile's part of its `i`-th row: `cols.len()` values.
@@ -359,7 +394,7 @@ mod tests {
     fn tiles_cover_the_bands_exactly() {
         let pool = Pool::new(3);
         let mut y = vec![0.0; 7 * 10];
-        pool.par_tiles(&mut y, 10, &[0, 2, 2, 6], 4, |band, mut t| {
+        pool.par_tiles(&mut y, 10, Bands::Between(&[0, 2, 2, 6]), 4, |band, mut t| {
             for i in 0..t.rows().len() {
                 t.row(i).iter_mut().for_each(|v| *v += band as f32 + 1.0);
             }
@@ -367,6 +402,24 @@ mod tests {
         let want: Vec<f32> =
             (0..7).flat_map(|r| vec![[1., 1., 3., 3., 3., 3., 0.][r]; 10]).collect();
         assert_eq!(y, want);
+        let mut y = vec![0.0; 7 * 10];
+        pool.par_tiles(&mut y, 10, Bands::Every(3), 6, |band, mut t| {
+            let n = t.cols().len();
+            let mut right = t.part(n - 2..n);
+            right.row(0)[0] = 1.0 + band as f32;
+        });
+        let want: Vec<f32> = (0..70)
+            .map(|i| match i {
+                4 | 8 => 1.0,
+                34 | 38 => 2.0,
+                64 | 68 => 3.0,
+                _ => 0.0,
+            })
+            .collect();
+        assert_eq!(y, want);
+        let mut items = [0; 50];
+        pool.par_chunks(&mut items, 7, |i, chunk| chunk.iter_mut().for_each(|v| *v += i + 1));
+        assert_eq!(items, std::array::from_fn::<usize, 50, _>(|i| i / 7 + 1));
     }
 
     #[test]
@@ -399,7 +452,6 @@ mod tests {
         let mut hits = [0; 50];
         pool.par_each(hits.iter_mut().collect(), |h| *h += 1);
         assert_eq!(hits, [1; 50]);
-        assert_eq!(pool.par_map(5, |i| i * i), [0, 1, 4, 9, 16]);
     }
 
     #[test]

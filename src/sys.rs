@@ -3,6 +3,10 @@
 //! Everything here has a portable fallback; nothing here knows the model.
 #![forbid(unsafe_code)]
 
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
 /// Number of compute threads to use by default: the physical cores this process may run on.
 ///
 /// Hyper-threads of one core share its vector units, so a second thread per core only costs. The affinity mask and the
@@ -59,6 +63,83 @@ pub fn peak_rss_bytes() -> u64 {
     #[cfg(not(target_os = "linux"))]
     {
         0
+    }
+}
+
+/// Bytes of memory that can be had without swapping: what the system says, or the limit of this process' control group
+/// if that is less. 0 when neither is known.
+pub fn available_memory() -> u64 {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let info = read("/proc/meminfo");
+    let available = info
+        .lines()
+        .find_map(|l| l.strip_prefix("MemAvailable:"))
+        .and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok());
+    let limit = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
+        .iter()
+        .find_map(|path| read(path).trim().parse::<u64>().ok());
+    (available.unwrap_or(0) * 1024).min(limit.unwrap_or(u64::MAX))
+}
+
+/// Opens a file for reads that go past the system's cache: buffer, length and position must be multiples of 4096.
+///
+/// # Errors
+/// The file cannot be opened so; on systems without such reads always.
+pub fn open_direct(path: &Path) -> io::Result<File> {
+    #[cfg(target_os = "linux")]
+    {
+        use std::os::unix::fs::OpenOptionsExt;
+        File::options().read(true).custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32).open(path)
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        Err(io::Error::new(io::ErrorKind::Unsupported, path.display().to_string()))
+    }
+}
+
+/// Asks the system to forget what it has cached of a file.
+pub fn drop_from_cache(file: &File) {
+    // Failing only makes the next read warm.
+    #[cfg(target_os = "linux")]
+    if let Ok(len) = file.metadata().map(|m| m.len()) {
+        let len = std::num::NonZeroU64::new(len);
+        let _ = rustix::fs::fadvise(file, 0, len, rustix::fs::Advice::DontNeed);
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = file;
+}
+
+/// A buffer for direct reads: its start is a multiple of the page size.
+///
+/// # Errors
+/// The system refuses the memory.
+pub fn aligned_buffer(bytes: usize) -> io::Result<memmap2::MmapMut> {
+    memmap2::MmapMut::map_anon(bytes)
+}
+
+/// Fills `buffer` from position `at` of the file.
+///
+/// # Errors
+/// The read fails or the file ends.
+pub fn read_exact_at(file: &File, buffer: &mut [u8], at: u64) -> io::Result<()> {
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::FileExt::read_exact_at(file, buffer, at)
+    }
+    #[cfg(windows)]
+    {
+        let mut done = 0;
+        while done < buffer.len() {
+            match std::os::windows::fs::FileExt::seek_read(
+                file,
+                &mut buffer[done..],
+                at + done as u64,
+            )? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                n => done += n,
+            }
+        }
+        Ok(())
     }
 }
 

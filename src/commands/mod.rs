@@ -58,7 +58,7 @@ pub fn dispatch(command: Command) -> Result<Outcome> {
         Command::Score(args) => score::score(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Convert(args) => convert::convert(&args),
-        Command::Bench(args) => bench::bench(&args),
+        Command::Bench(what) => bench::bench(&what),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "glm", &mut script);
@@ -145,6 +145,7 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
         ctx: args.ctx.map(|n| n as usize),
         quantize: args.quantize,
         no_indexer: args.no_indexer,
+        memory: None,
     };
     let dir = args.model.clone().or_else(|| variable("GLM_MODEL").map(PathBuf::from));
     let Some(dir) = dir else {

@@ -45,6 +45,8 @@ pub struct Options {
     pub quantize: Option<Format>,
     /// Run without the indexer that config promises.
     pub no_indexer: bool,
+    /// Bytes that weights may take, see [`BindOptions::memory`]; `None` is most of what is free.
+    pub memory: Option<u64>,
 }
 
 impl Default for Options {
@@ -57,6 +59,7 @@ impl Default for Options {
             ctx: None,
             quantize: None,
             no_indexer: false,
+            memory: None,
         }
     }
 }
@@ -206,7 +209,11 @@ impl Engine {
         })?;
         let pool = Pool::new(options.threads.unwrap_or_else(sys::default_threads));
         let compute = Compute { kernels, pool, activations: options.activations };
-        let bind = BindOptions { quantize: options.quantize, no_indexer: options.no_indexer };
+        let bind = BindOptions {
+            quantize: options.quantize,
+            no_indexer: options.no_indexer,
+            memory: options.memory.unwrap_or_else(|| sys::available_memory() / 8 * 7),
+        };
         let model = Model::load(config, shards, bind, compute, dir)?;
         let ctx = options.ctx.unwrap_or_else(|| model.max_context());
         ensure!(

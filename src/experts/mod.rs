@@ -1,7 +1,8 @@
 //! The routed experts: the one way to reach their weights.
 //!
-//! For now every expert stays mapped and the system's page cache decides what is in memory. A damaged scale is found
-//! when its expert is first used, so that loading does not read the whole model.
+//! They are either in memory of their own, or mapped as stored when they do not fit; then the system's page cache
+//! decides what is in memory, and a damaged scale is found when its expert is first used, so that loading does not read
+//! the whole model.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,6 +22,11 @@ pub struct GatedMlp {
 }
 
 impl GatedMlp {
+    /// The matrices, to be moved.
+    pub fn mats(&mut self) -> [&mut Mat; 3] {
+        [&mut self.gate, &mut self.up, &mut self.down]
+    }
+
     /// The matrices with the names of their parts.
     pub fn parts(&self) -> [(&'static str, &Mat); 3] {
         [("gate_proj", &self.gate), ("up_proj", &self.up), ("down_proj", &self.down)]
@@ -51,12 +57,20 @@ impl Experts {
 
     /// The weights of one expert.
     ///
+    /// # Panics
+    /// When the layer or the id does not exist: ids come from the router, which is as long as the list.
+    pub fn get(&self, layer: usize, id: usize) -> &GatedMlp {
+        &self.layers[layer][id].mlp
+    }
+
+    /// Must be called before an expert is used: looks at its scales the first time.
+    ///
     /// # Errors
     /// A scale of this expert is not finite.
     ///
     /// # Panics
-    /// When the layer or the id does not exist: ids come from the router, which is as long as the list.
-    pub fn acquire(&self, layer: usize, id: usize) -> Result<&GatedMlp> {
+    /// As in [`Experts::get`].
+    pub fn check(&self, layer: usize, id: usize) -> Result<()> {
         let slot = &self.layers[layer][id];
         if !slot.checked.load(Ordering::Relaxed) {
             for (part, mat) in slot.mlp.parts() {
@@ -64,6 +78,6 @@ impl Experts {
             }
             slot.checked.store(true, Ordering::Relaxed);
         }
-        Ok(&slot.mlp)
+        Ok(())
     }
 }

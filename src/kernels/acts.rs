@@ -21,7 +21,7 @@ pub struct Acts {
     q8: bool,
     q: Vec<i8>,       // (rows, groups * 64), zero padded
     scales: Vec<f32>, // (rows, groups)
-    sums: Vec<i32>,   // (rows, groups)
+    bias: Vec<i32>,   // (rows, groups): -8 × the sum of the codes
 }
 
 impl Acts {
@@ -36,8 +36,21 @@ impl Acts {
     /// Makes the int8 form if `mode` asks for it. Returns false when a value is not finite.
     #[must_use]
     pub fn prepare(&mut self, kernels: &Kernels, mode: Activations) -> bool {
-        // One band, or none when there is no row.
-        self.bands(mode, usize::MAX).iter_mut().all(|band| band.prepare(kernels))
+        self.size(mode);
+        let q8 = self.q8.then_some((&mut self.q[..], &mut self.scales[..], &mut self.bias[..]));
+        Band { x: &self.x, cols: self.cols.max(1), q8 }.prepare(kernels)
+    }
+
+    /// Makes room for the int8 form of the rows if `mode` asks for it.
+    fn size(&mut self, mode: Activations) {
+        self.q8 = mode == Activations::Q8;
+        if self.q8 {
+            let groups = self.cols.div_ceil(GROUP);
+            let n = self.x.len() / self.cols.max(1) * groups;
+            self.q.resize(n * GROUP, 0);
+            self.scales.resize(n, 0.0);
+            self.bias.resize(n, 0);
+        }
     }
 
     /// Cuts the rows into bands of about `values` values that can be prepared in parallel. All of them must be.
@@ -45,18 +58,15 @@ impl Acts {
         let cols = self.cols.max(1);
         let rows = self.x.len() / cols;
         let step = (values / cols).clamp(1, rows.max(1));
-        self.q8 = mode == Activations::Q8;
+        self.size(mode);
         if !self.q8 {
             return self.x.chunks(step * cols).map(|x| Band { x, cols, q8: None }).collect();
         }
         let groups = cols.div_ceil(GROUP);
-        self.q.resize(rows * groups * GROUP, 0);
-        self.scales.resize(rows * groups, 0.0);
-        self.sums.resize(rows * groups, 0);
         let q = self.q.chunks_mut(step * groups * GROUP);
         let scales = self.scales.chunks_mut(step * groups);
-        let sums = self.sums.chunks_mut(step * groups);
-        let q8 = q.zip(scales).zip(sums).map(|((q, scales), sums)| Some((q, scales, sums)));
+        let bias = self.bias.chunks_mut(step * groups);
+        let q8 = q.zip(scales).zip(bias).map(|((q, scales), bias)| Some((q, scales, bias)));
         self.x.chunks(step * cols).zip(q8).map(|(x, q8)| Band { x, cols, q8 }).collect()
     }
 
@@ -80,7 +90,7 @@ impl Acts {
 pub struct Band<'a> {
     x: &'a [f32],
     cols: usize,
-    /// Codes, scales and sums of these rows; `None` when only f32 is wanted.
+    /// Codes, scales and biases of these rows; `None` when only f32 is wanted.
     q8: Option<(&'a mut [i8], &'a mut [f32], &'a mut [i32])>,
 }
 
@@ -88,16 +98,16 @@ impl Band<'_> {
     /// Makes the int8 form. Returns false when a value is not finite.
     #[must_use]
     pub fn prepare(&mut self, kernels: &Kernels) -> bool {
-        let Some((q, scales, sums)) = &mut self.q8 else {
+        let Some((q, scales, bias)) = &mut self.q8 else {
             return self.x.iter().all(|v| v.is_finite());
         };
         let groups = self.cols.div_ceil(GROUP);
         let rows = self.x.chunks(self.cols).zip(q.chunks_mut(groups * GROUP));
-        let sides = scales.chunks_mut(groups).zip(sums.chunks_mut(groups));
+        let sides = scales.chunks_mut(groups).zip(bias.chunks_mut(groups));
         // Not `all`, which would stop at the first row that is not finite and leave the others stale.
         let mut finite = true;
-        for ((x, q), (scales, sums)) in rows.zip(sides) {
-            finite &= kernels.quantize_row(x, q, scales, sums);
+        for ((x, q), (scales, bias)) in rows.zip(sides) {
+            finite &= kernels.quantize_row(x, q, scales, bias);
         }
         finite
     }
@@ -113,13 +123,14 @@ pub struct Input<'a> {
 }
 
 /// The int8 form of one activation row.
+#[derive(Clone, Copy)]
 pub struct Q8Row<'a> {
     /// Codes in -127..=127, zero padded to whole groups.
     pub codes: &'a [i8],
     /// One scale per group of 64.
     pub scales: &'a [f32],
-    /// Sum of the codes of each group.
-    pub sums: &'a [i32],
+    /// -8 × the sum of the codes of each group: what integer sums over weight codes with offset 8 start with.
+    pub bias: &'a [i32],
 }
 
 impl<'a> Input<'a> {
@@ -167,7 +178,7 @@ impl<'a> Input<'a> {
         Q8Row {
             codes: &a.q[g.start * GROUP..g.end * GROUP],
             scales: &a.scales[g.clone()],
-            sums: &a.sums[g],
+            bias: &a.bias[g],
         }
     }
 }

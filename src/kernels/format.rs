@@ -4,6 +4,9 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::panel::panel_bytes;
+use super::simd::LANES;
+
 /// Inputs per activation group of the quantized dot product, and per scale of the 3-bit format.
 pub const GROUP: usize = 64;
 /// Side of the square blocks that share one scale in the FP8 format.
@@ -118,18 +121,26 @@ impl FromStr for Format {
     }
 }
 
-/// A borrowed matrix as stored: `rows` rows of `cols` inputs, row-major, one output per row.
+/// A borrowed matrix: `rows` rows of `cols` inputs, one output per row.
 #[derive(Clone, Copy, Debug)]
 pub struct MatView<'a> {
     format: Format,
     rows: usize,
     cols: usize,
-    codes: &'a [u8],
-    scales: &'a [f32],
+    layout: Layout<'a>,
+}
+
+/// How a matrix lies in memory.
+#[derive(Clone, Copy, Debug)]
+enum Layout<'a> {
+    /// As stored: row-major codes, scales apart.
+    Rows { codes: &'a [u8], scales: &'a [f32] },
+    /// Strips of 16 rows (`panel.rs`); integer formats only.
+    Panels { strips: &'a [u8], strip: usize },
 }
 
 impl<'a> MatView<'a> {
-    /// A view over `codes` and `scales`.
+    /// A view over `codes` and `scales` as stored.
     ///
     /// # Panics
     /// When the slices do not have exactly the sizes that the format asks for: kernels rely on them.
@@ -142,7 +153,21 @@ impl<'a> MatView<'a> {
     ) -> Self {
         assert_eq!(codes.len(), rows * format.row_bytes(cols), "codes of a {rows}×{cols} {format}");
         assert_eq!(scales.len(), format.n_scales(rows, cols), "scales of a {rows}×{cols} {format}");
-        Self { format, rows, cols, codes, scales }
+        Self { format, rows, cols, layout: Layout::Rows { codes, scales } }
+    }
+
+    /// A view over panels.
+    ///
+    /// # Panics
+    /// When the format has no panels, or the slice does not have their size.
+    pub fn panels(format: Format, rows: usize, cols: usize, strips: &'a [u8]) -> Self {
+        assert_eq!(
+            Some(strips.len()),
+            panel_bytes(format, rows, cols),
+            "panels of a {rows}×{cols} {format}"
+        );
+        let strip = strips.len() / rows.div_ceil(LANES).max(1);
+        Self { format, rows, cols, layout: Layout::Panels { strips, strip } }
     }
 
     /// Stored format.
@@ -160,14 +185,33 @@ impl<'a> MatView<'a> {
         self.cols
     }
 
-    /// The stored bytes of row `r`.
+    /// Whether the matrix lies in panels.
+    #[inline(always)]
+    pub fn in_panels(&self) -> bool {
+        matches!(self.layout, Layout::Panels { .. })
+    }
+
+    /// The bytes of strip `s`: rows `16 s..16 s + 16`. Empty when the matrix is not in panels.
+    #[inline(always)]
+    pub(super) fn strip(&self, s: usize) -> &'a [u8] {
+        match self.layout {
+            Layout::Rows { .. } => &[],
+            Layout::Panels { strips, strip } => &strips[s * strip..(s + 1) * strip],
+        }
+    }
+
+    /// The stored bytes of row `r`. Empty when the matrix is in panels.
     #[inline(always)]
     pub fn row_codes(&self, r: usize) -> &'a [u8] {
         let n = self.format.row_bytes(self.cols);
-        &self.codes[r * n..(r + 1) * n]
+        match self.layout {
+            Layout::Rows { codes, .. } => &codes[r * n..(r + 1) * n],
+            Layout::Panels { .. } => &[],
+        }
     }
 
-    /// The scales that apply to row `r`: one, one per group, or one per 128 columns.
+    /// The scales that apply to row `r` as stored: one, one per group, or one per 128 columns. Empty when the matrix is
+    /// in panels.
     #[inline(always)]
     pub fn row_scales(&self, r: usize) -> &'a [f32] {
         let (at, n) = match self.format {
@@ -180,7 +224,10 @@ impl<'a> MatView<'a> {
                 (r * n, n)
             }
         };
-        &self.scales[at..at + n]
+        match self.layout {
+            Layout::Rows { scales, .. } => &scales[at..at + n],
+            Layout::Panels { .. } => &[],
+        }
     }
 }
 

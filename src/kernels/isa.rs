@@ -11,6 +11,8 @@ pub enum Isa {
     Portable,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
+    /// `Avx2` with the VNNI dot product on 256-bit registers.
+    Avx2Vnni,
     /// x86-64 with AVX-512 F, BW, DQ and VL.
     Avx512,
     /// `Avx512` with the VNNI dot products.
@@ -19,7 +21,8 @@ pub enum Isa {
 
 impl Isa {
     /// Every level, weakest first.
-    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Vnni];
+    pub const ALL: [Self; 5] =
+        [Self::Portable, Self::Avx2, Self::Avx2Vnni, Self::Avx512, Self::Avx512Vnni];
 
     /// Whether this CPU runs kernels of this level.
     pub fn is_available(self) -> bool {
@@ -31,6 +34,8 @@ impl Isa {
                     && is_x86_feature_detected!("fma")
                     && is_x86_feature_detected!("f16c")
             }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2Vnni => Self::Avx2.is_available() && is_x86_feature_detected!("avxvnni"),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => {
                 Self::Avx2.is_available()
@@ -63,6 +68,7 @@ impl Isa {
         match self {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
+            Self::Avx2Vnni => "avx2vnni",
             Self::Avx512 => "avx512",
             Self::Avx512Vnni => "avx512vnni",
         }

@@ -5,6 +5,7 @@
 //! is the proof that its functions may be called.
 
 mod acts;
+mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -12,7 +13,10 @@ mod avx512;
 mod format;
 mod isa;
 pub mod math;
+mod panel;
 mod portable;
+mod product;
+mod simd;
 #[cfg(test)]
 mod tests;
 
@@ -21,6 +25,7 @@ use std::cell::RefCell;
 pub use acts::{Activations, Acts, Band, Input, Q8Row};
 pub use format::{FP8_BLOCK, Format, GROUP, GROUP_SIZES, MatView};
 pub use isa::Isa;
+pub use panel::panel_bytes;
 pub(crate) use portable::E4M3;
 
 use crate::pool::TileMut;
@@ -60,7 +65,7 @@ impl Keys<'_> {
 }
 
 /// Positions that one query attends to, ascending.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub enum KeySet<'a> {
     /// Positions `0..n`.
     All(usize),
@@ -70,7 +75,6 @@ pub enum KeySet<'a> {
 
 impl KeySet<'_> {
     /// Number of positions.
-    #[inline(always)]
     pub fn len(&self) -> usize {
         match self {
             KeySet::All(n) => *n,
@@ -82,42 +86,77 @@ impl KeySet<'_> {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+}
 
+/// What a group of queries sees of one cache.
+#[derive(Clone, Copy, Debug)]
+pub enum Seen<'a> {
+    /// Per query the number of first positions that it sees.
+    First(&'a [usize]),
+    /// The same ascending positions for every query.
+    Chosen(&'a [u32]),
+}
+
+impl Seen<'_> {
+    /// Number of positions that query `i` sees.
     #[inline(always)]
-    fn at(&self, i: usize) -> usize {
+    fn of(&self, i: usize) -> usize {
         match self {
-            KeySet::All(_) => i,
-            KeySet::Chosen(p) => p[i] as usize,
+            Seen::First(n) => n[i],
+            Seen::Chosen(p) => p.len(),
+        }
+    }
+
+    /// Most positions that a query sees.
+    #[inline(always)]
+    fn longest(&self) -> usize {
+        match self {
+            Seen::First(n) => n.iter().fold(0, |a, &b| a.max(b)),
+            Seen::Chosen(p) => p.len(),
         }
     }
 }
 
-/// Per-thread buffers that kernels unpack into; they grow to the largest row and stay.
+/// Per-thread buffers that kernels work in; they grow to what is needed and stay.
 #[derive(Default)]
 struct Scratch {
     row: Vec<f32>,
     codes: Vec<i8>,
-    block: Vec<f32>,
+    scales: Vec<f32>,
+    rows: Vec<f32>,
+    parts: Vec<f32>,
 }
 
 impl Scratch {
-    /// Space for one row of `cols` values and its codes padded to whole groups.
-    fn row(&mut self, cols: usize) -> (&mut [f32], &mut [i8]) {
+    /// Space for the codes of one row, padded to whole groups.
+    fn codes(&mut self, cols: usize) -> &mut [i8] {
+        self.codes_and_scales(cols, 0).0
+    }
+
+    /// Space for the codes of one row, padded to whole groups, and for its scales.
+    fn codes_and_scales(&mut self, cols: usize, scales: usize) -> (&mut [i8], &mut [f32]) {
         let padded = cols.next_multiple_of(GROUP);
-        if self.row.len() < cols {
-            self.row.resize(cols, 0.0);
-        }
         if self.codes.len() < padded {
             self.codes.resize(padded, 0);
         }
-        (&mut self.row[..cols], &mut self.codes[..padded])
+        if self.scales.len() < scales {
+            self.scales.resize(scales, 0.0);
+        }
+        (&mut self.codes[..padded], &mut self.scales[..scales])
     }
 
-    fn block(&mut self, n: usize) -> &mut [f32] {
-        if self.block.len() < n {
-            self.block.resize(n, 0.0);
+    /// Separate buffers of these lengths; what they hold is left over from earlier calls.
+    fn parts<const N: usize>(&mut self, lengths: [usize; N]) -> [&mut [f32]; N] {
+        let total = lengths.iter().sum();
+        if self.parts.len() < total {
+            self.parts.resize(total, 0.0);
         }
-        &mut self.block[..n]
+        let mut rest = self.parts.as_mut_slice();
+        lengths.map(|n| {
+            let (part, left) = std::mem::take(&mut rest).split_at_mut(n);
+            rest = left;
+            part
+        })
     }
 }
 
@@ -129,9 +168,18 @@ fn with_scratch<R>(f: impl FnOnce(&mut Scratch) -> R) -> R {
     SCRATCH.with_borrow_mut(f)
 }
 
+/// Rows of f32 with a distance between them: row `i` starts at `i * stride`.
+pub struct Strided<T> {
+    /// The values.
+    pub data: T,
+    /// Values from one row to the next.
+    pub stride: usize,
+}
+
 /// One set of primitives. Holding a `&'static Kernels` proves that the CPU supports it.
 pub struct Kernels {
     isa: Isa,
+    stream: unsafe fn(&[u8], usize) -> u64,
     dot: unsafe fn(&[f32], &[f32]) -> f32,
     axpy: unsafe fn(f32, &[f32], &mut [f32]),
     rms_norm: unsafe fn(&[f32], &[f32], f32, &mut [f32]) -> bool,
@@ -139,23 +187,35 @@ pub struct Kernels {
     silu_mul: unsafe fn(&mut [f32], &[f32]),
     quantize_row: unsafe fn(&[f32], &mut [i8], &mut [f32], &mut [i32]) -> bool,
     dequant_row: unsafe fn(&MatView<'_>, usize, &mut [f32], &mut Scratch),
+    pack_strip: unsafe fn(&MatView<'_>, usize, &mut [u8], &mut Scratch),
     matmul_f32: unsafe fn(&MatView<'_>, usize, &Input<'_>, &mut TileMut<'_>, &mut Scratch),
-    matmul_q8: unsafe fn(&MatView<'_>, usize, &Input<'_>, &mut TileMut<'_>, &mut Scratch),
-    attend: unsafe fn(&[f32], &Keys<'_>, &KeySet<'_>, f32, &mut [f32], &mut Scratch),
+    matmul_rows: unsafe fn(&MatView<'_>, usize, &Input<'_>, &mut TileMut<'_>, &mut Scratch),
+    matmul_panels: unsafe fn(&MatView<'_>, usize, &Input<'_>, &mut TileMut<'_>),
+    attend: unsafe fn(&[f32], &Keys<'_>, &Seen<'_>, f32, &mut [f32], &mut Scratch),
+    absorb: unsafe fn(
+        &MatView<'_>,
+        usize,
+        usize,
+        (&[f32], usize),
+        (&mut [f32], usize),
+        usize,
+        &mut Scratch,
+    ),
     index_scores: unsafe fn(&[f32], &[f32], &Keys<'_>, usize, f32, &mut [f32], &mut Scratch),
 }
 
-/// Compiles the portable bodies for one instruction set and puts them into `TABLE`.
+/// Compiles the generic bodies for one instruction set and puts them into `TABLE`.
 ///
 /// `$simd` is the set's hand-written part; `$features` what the bodies are compiled with.
 macro_rules! table {
     ($isa:expr, $simd:ty $(, $features:literal)?) => {
-        use crate::kernels::portable;
-        use crate::kernels::{Input, Isa, Kernels, KeySet, Keys, MatView, Scratch};
+        use crate::kernels::{Input, Isa, Kernels, Keys, MatView, Scratch, Seen};
+        use crate::kernels::{attention, panel, portable, product};
         use crate::pool::TileMut;
 
         pub(in crate::kernels) static TABLE: Kernels = Kernels {
             isa: $isa,
+            stream,
             dot,
             axpy,
             rms_norm,
@@ -163,12 +223,19 @@ macro_rules! table {
             silu_mul,
             quantize_row,
             dequant_row,
+            pack_strip,
             matmul_f32,
-            matmul_q8,
+            matmul_rows,
+            matmul_panels,
             attend,
+            absorb,
             index_scores,
         };
 
+        $(#[target_feature(enable = $features)])?
+        fn stream(bytes: &[u8], ahead: usize) -> u64 {
+            portable::stream::<$simd>(bytes, ahead)
+        }
         $(#[target_feature(enable = $features)])?
         fn dot(a: &[f32], b: &[f32]) -> f32 {
             portable::dot::<$simd>(a, b)
@@ -190,28 +257,48 @@ macro_rules! table {
             portable::silu_mul(g, u);
         }
         $(#[target_feature(enable = $features)])?
-        fn quantize_row(x: &[f32], q: &mut [i8], s: &mut [f32], sums: &mut [i32]) -> bool {
-            portable::quantize_row(x, q, s, sums)
+        fn quantize_row(x: &[f32], q: &mut [i8], s: &mut [f32], bias: &mut [i32]) -> bool {
+            portable::quantize_row(x, q, s, bias)
         }
         $(#[target_feature(enable = $features)])?
         fn dequant_row(w: &MatView<'_>, r: usize, out: &mut [f32], scratch: &mut Scratch) {
-            portable::dequant_row(w, r, out, scratch.row(w.cols()).1);
+            portable::dequant_into::<$simd>(w, r, out, scratch);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn pack_strip(w: &MatView<'_>, s: usize, out: &mut [u8], scratch: &mut Scratch) {
+            panel::pack_strip(w, s, out, scratch.codes(w.cols()));
         }
         $(#[target_feature(enable = $features)])?
         fn matmul_f32(w: &MatView<'_>, r: usize, x: &Input<'_>, t: &mut TileMut<'_>, scratch: &mut Scratch) {
-            portable::matmul_f32::<$simd>(w, r, x, t, scratch);
+            product::matmul_f32::<$simd>(w, r, x, t, scratch);
         }
         $(#[target_feature(enable = $features)])?
-        fn matmul_q8(w: &MatView<'_>, r: usize, x: &Input<'_>, t: &mut TileMut<'_>, scratch: &mut Scratch) {
-            portable::matmul_q8::<$simd>(w, r, x, t, scratch);
+        fn matmul_rows(w: &MatView<'_>, r: usize, x: &Input<'_>, t: &mut TileMut<'_>, scratch: &mut Scratch) {
+            product::matmul_rows::<$simd>(w, r, x, t, scratch);
         }
         $(#[target_feature(enable = $features)])?
-        fn attend(q: &[f32], k: &Keys<'_>, set: &KeySet<'_>, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
-            portable::attend::<$simd>(q, k, set, scale, out, scratch);
+        fn matmul_panels(w: &MatView<'_>, r: usize, x: &Input<'_>, t: &mut TileMut<'_>) {
+            product::matmul_panels::<$simd>(w, r, x, t);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn attend(q: &[f32], k: &Keys<'_>, seen: &Seen<'_>, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
+            attention::attend::<$simd>(q, k, seen, scale, out, scratch);
+        }
+        $(#[target_feature(enable = $features)])?
+        fn absorb(
+            w: &MatView<'_>,
+            first: usize,
+            terms: usize,
+            q: (&[f32], usize),
+            out: (&mut [f32], usize),
+            n: usize,
+            scratch: &mut Scratch,
+        ) {
+            attention::absorb::<$simd>(w, first, terms, q, out, n, scratch);
         }
         $(#[target_feature(enable = $features)])?
         fn index_scores(q: &[f32], w: &[f32], k: &Keys<'_>, first: usize, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
-            portable::index_scores::<$simd>(q, w, k, first, scale, out, scratch);
+            attention::index_scores::<$simd>(q, w, k, first, scale, out, scratch);
         }
     };
 }
@@ -219,7 +306,7 @@ macro_rules! table {
 use table;
 
 mod scalar {
-    table!(Isa::Portable, portable::Scalar);
+    table!(Isa::Portable, crate::kernels::simd::Scalar);
 }
 
 impl Kernels {
@@ -231,7 +318,9 @@ impl Kernels {
         match isa {
             Isa::Portable => Some(&scalar::TABLE),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Some(&avx2::TABLE),
+            Isa::Avx2 => Some(&avx2::plain::TABLE),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Vnni => Some(&avx2::vnni::TABLE),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => Some(&avx512::bw::TABLE),
             #[cfg(target_arch = "x86_64")]
@@ -249,6 +338,12 @@ impl Kernels {
     /// The instruction set of this table.
     pub fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// Reads every byte once, in order, fetching `ahead` bytes ahead (0: not): what a product can at best be as fast as.
+    pub fn stream(&self, bytes: &[u8], ahead: usize) -> u64 {
+        // SAFETY: a table is only handed out on a CPU with its features (`for_isa`).
+        unsafe { (self.stream)(bytes, ahead) }
     }
 
     /// Dot product of two rows of equal length.
@@ -287,20 +382,21 @@ impl Kernels {
         unsafe { (self.silu_mul)(g, u) }
     }
 
-    /// Quantizes one activation row to int8 groups of 64; false when a value is not finite.
+    /// Quantizes one activation row to int8 groups of 64; `bias` is -8 × the sum of each group's codes. False when a
+    /// value is not finite.
     ///
     /// # Panics
-    /// When `q`, `scales` or `sums` are shorter than the groups of `x`.
+    /// When `q`, `scales` or `bias` are shorter than the groups of `x`.
     #[must_use]
     pub fn quantize_row(
         &self,
         x: &[f32],
         q: &mut [i8],
         scales: &mut [f32],
-        sums: &mut [i32],
+        bias: &mut [i32],
     ) -> bool {
         // SAFETY: as in `dot`.
-        unsafe { (self.quantize_row)(x, q, scales, sums) }
+        unsafe { (self.quantize_row)(x, q, scales, bias) }
     }
 
     /// Row `r` of `w` as f32.
@@ -320,31 +416,72 @@ impl Kernels {
             first + tile.cols().len() <= w.rows() && tile.rows().len() <= x.rows(),
             "tile inside the product"
         );
-        let f = if x.uses_q8(w.format()) { self.matmul_q8 } else { self.matmul_f32 };
         // SAFETY: as in `dot`.
-        with_scratch(|s| unsafe { f(w, first, x, tile, s) });
+        with_scratch(|s| unsafe {
+            match (x.uses_q8(w.format()), w.in_panels()) {
+                (false, _) => (self.matmul_f32)(w, first, x, tile, s),
+                (true, true) => (self.matmul_panels)(w, first, x, tile),
+                (true, false) => (self.matmul_rows)(w, first, x, tile, s),
+            }
+        });
     }
 
-    /// Softmax attention of one query over the chosen cache rows; `out` is the weighted mean of their first
-    /// `out.len()` values.
+    /// Writes strip `s` (rows `16 s..16 s + 16`) of a stored integer matrix in the layout of panels.
     ///
     /// # Panics
-    /// When the widths differ or a position is not in the cache.
-    pub fn attend(
-        &self,
-        q: &[f32],
-        keys: &Keys<'_>,
-        set: &KeySet<'_>,
-        scale: f32,
-        out: &mut [f32],
-    ) {
-        assert!(
-            q.len() == keys.width() && out.len() <= q.len(),
-            "width of a query and of a cache row"
-        );
-        assert!(set.is_empty() || set.at(set.len() - 1) < keys.len(), "positions inside the cache");
+    /// When the format has no panels, `w` already lies in them, or `out` is not one strip.
+    pub fn pack_strip(&self, w: &MatView<'_>, s: usize, out: &mut [u8]) {
+        assert!(!w.in_panels() && s * 16 < w.rows(), "a strip of a matrix as stored");
+        let strip = panel_bytes(w.format(), 1, w.cols());
+        assert_eq!(Some(out.len()), strip, "bytes of one strip");
         // SAFETY: as in `dot`.
-        with_scratch(|s| unsafe { (self.attend)(q, keys, set, scale, out, s) });
+        with_scratch(|scratch| unsafe { (self.pack_strip)(w, s, out, scratch) });
+    }
+
+    /// Softmax attention of a group of queries over what they see of a cache: `q` is (n, width of a cache row), `out` is
+    /// (n, rank), the weighted mean of the rows' first `rank` values. Every query must see at least one position.
+    ///
+    /// # Panics
+    /// When the sizes do not fit or a position is not in the cache.
+    pub fn attend(&self, q: &[f32], keys: &Keys<'_>, seen: &Seen<'_>, scale: f32, out: &mut [f32]) {
+        let n = q.len() / keys.width();
+        assert!(n * keys.width() == q.len() && out.len().is_multiple_of(n.max(1)), "whole queries");
+        assert!(out.len() <= q.len(), "an output is a part of a cache row");
+        match seen {
+            Seen::First(count) => assert!(
+                count.len() == n && seen.longest() <= keys.len(),
+                "positions inside the cache"
+            ),
+            Seen::Chosen(p) => {
+                assert!(p.iter().all(|&p| (p as usize) < keys.len()), "positions inside the cache");
+            }
+        }
+        if n == 0 {
+            return;
+        }
+        // SAFETY: as in `dot`.
+        with_scratch(|s| unsafe { (self.attend)(q, keys, seen, scale, out, s) });
+    }
+
+    /// `out[i][c] = Σ_k q[i][k] w[first + k][c]` for `n` queries and `k < terms`, ascending k: queries moved into latent
+    /// space.
+    ///
+    /// # Panics
+    /// When rows are missing in `w`, `q` or `out`.
+    pub fn absorb(
+        &self,
+        w: &MatView<'_>,
+        first: usize,
+        terms: usize,
+        q: &Strided<&[f32]>,
+        out: &mut Strided<&mut [f32]>,
+        n: usize,
+    ) {
+        assert!(first + terms <= w.rows(), "rows of the matrix");
+        // SAFETY: as in `dot`.
+        with_scratch(|s| unsafe {
+            (self.absorb)(w, first, terms, (q.data, q.stride), (out.data, out.stride), n, s);
+        });
     }
 
     /// Indexer scores of the positions `first..first + out.len()` for one query.

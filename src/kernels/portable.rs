@@ -1,10 +1,9 @@
-//! The definition of every kernel, written to be read.
+//! The definition of every primitive over rows, written to be read; `product.rs` and `attention.rs` build on it.
 //!
-//! All other instruction sets must give the same bits. They do so by construction where they can: the bodies here are
-//! `#[inline(always)]` and are compiled again inside `#[target_feature]` functions (see `table!` in `mod.rs`), where
-//! the compiler may use wider vectors but may not reorder a floating-point operation. What a compiler does badly, the
-//! f32 lanes of a dot product and the integer dot product of a 64-group, are the methods of [`Simd`] and are written by
-//! hand per instruction set.
+//! All instruction sets must give the same bits. They do so by construction: the bodies are `#[inline(always)]` and are
+//! compiled again inside `#[target_feature]` functions (see `table!` in `mod.rs`), where the compiler may use wider
+//! vectors but may not reorder a floating-point operation. What a compiler does badly is written by hand per
+//! instruction set: the methods of [`Simd`].
 //!
 //! Orders of summation (`docs/architecture.md`, "Arithmetic"):
 //! - f32 dot: element i goes to partial sum i mod 16 by fma, then the tree 8+8, 4+4, 2+2, 1+1.
@@ -12,98 +11,137 @@
 //! - sums of scaled rows: one fma chain per element in ascending row order.
 #![forbid(unsafe_code)]
 
-use super::format::{FP8_BLOCK, GROUP};
-use super::math::{exp, silu};
-use super::{Format, Input, KeySet, Keys, MatView, Scratch};
-use crate::pool::TileMut;
-
-/// What an instruction set writes by hand: 16 lanes of f32, and the integer dot product of a group.
-pub(super) trait Simd {
-    /// 16 partial sums.
-    type Lanes: Copy;
-
-    fn zero() -> Self::Lanes;
-    /// `p[j] = fma(a[j], b[j], p[j])`.
-    fn fma(a: &[f32; LANES], b: &[f32; LANES], p: Self::Lanes) -> Self::Lanes;
-    fn store(p: Self::Lanes) -> [f32; LANES];
-    /// Exact int32 dot product of one full 64-group. `q` is in -127..=127, `q_sum` is the sum of `q`.
-    fn dot64(w: &[i8; GROUP], q: &[i8; GROUP], q_sum: i32) -> i32;
-}
-
-/// The scalar definition.
-pub(super) struct Scalar;
-
-impl Simd for Scalar {
-    type Lanes = [f32; LANES];
-
-    #[inline(always)]
-    fn zero() -> [f32; LANES] {
-        [0.0; LANES]
-    }
-
-    #[inline(always)]
-    fn fma(a: &[f32; LANES], b: &[f32; LANES], mut p: [f32; LANES]) -> [f32; LANES] {
-        for j in 0..LANES {
-            p[j] = a[j].mul_add(b[j], p[j]);
-        }
-        p
-    }
-
-    #[inline(always)]
-    fn store(p: [f32; LANES]) -> [f32; LANES] {
-        p
-    }
-
-    #[inline(always)]
-    fn dot64(w: &[i8; GROUP], q: &[i8; GROUP], _q_sum: i32) -> i32 {
-        dot_i8(w, q)
-    }
-}
-
-#[inline(always)]
-fn dot_i8(w: &[i8], q: &[i8]) -> i32 {
-    w.iter().zip(q).map(|(&w, &q)| i32::from(w) * i32::from(q)).sum()
-}
+use super::format::{FP8_BLOCK, Format, GROUP, MatView};
+use super::math::silu;
+use super::product::row_codes;
+use super::simd::{LANES, Simd, bf16_to_f32, each, f16_to_f32, tree};
+use super::{Scratch, panel};
 
 // ------------------------------------------------------------------------------------------------ f32 primitives
 
-/// Partial sums of a dot product.
-pub(super) const LANES: usize = 16;
-
+/// Dot products of `A` rows with `B` rows of the same length.
 #[inline(always)]
-fn tree(mut p: [f32; LANES]) -> f32 {
-    let mut n = LANES / 2;
-    while n > 0 {
-        for j in 0..n {
-            p[j] += p[j + n];
+pub(super) fn dots<S: Simd, const A: usize, const B: usize>(
+    a: [&[f32]; A],
+    b: [&[f32]; B],
+) -> [[f32; B]; A] {
+    let n = a[0].len();
+    let whole = n / LANES;
+    let (a, b) = (each!(j in 0..A, &a[j][..n]), each!(k in 0..B, &b[k][..n]));
+    let ac = each!(j in 0..A, &a[j].as_chunks::<LANES>().0[..whole]);
+    let bc = each!(k in 0..B, &b[k].as_chunks::<LANES>().0[..whole]);
+    let mut p = [[S::zero(); B]; A];
+    for i in 0..whole {
+        let b = each!(k in 0..B, S::load(&bc[k][i]));
+        for j in 0..A {
+            let a = S::load(&ac[j][i]);
+            for k in 0..B {
+                p[j][k] = S::fma(a, b[k], p[j][k]);
+            }
         }
-        n /= 2;
     }
-    p[0]
+    if whole * LANES < n {
+        // A lane that gets no element must keep its bits, also the sign of a zero: the tail is added one by one.
+        for j in 0..A {
+            for k in 0..B {
+                let mut lanes = [0.0; LANES];
+                S::store(p[j][k], &mut lanes);
+                for (lane, i) in lanes.iter_mut().zip(whole * LANES..n) {
+                    *lane = a[j][i].mul_add(b[k][i], *lane);
+                }
+                p[j][k] = S::load(&lanes);
+            }
+        }
+    }
+    each!(j in 0..A, S::trees(p[j]))
 }
 
 /// Dot products of `a` with `N` rows of the same length.
 #[inline(always)]
-fn dot_n<S: Simd, const N: usize>(a: &[f32], b: [&[f32]; N]) -> [f32; N] {
-    let n = a.len();
-    let (chunks, tail) = a.as_chunks::<LANES>();
-    let b = b.map(|b| &b[..n]);
-    let b_chunks = b.map(|b| &b.as_chunks::<LANES>().0[..chunks.len()]);
-    let mut p = [S::zero(); N];
-    for (i, a) in chunks.iter().enumerate() {
-        for k in 0..N {
-            p[k] = S::fma(a, &b_chunks[k][i], p[k]);
+pub(super) fn dot_n<S: Simd, const N: usize>(a: &[f32], b: [&[f32]; N]) -> [f32; N] {
+    dots::<S, 1, N>([a], b)[0]
+}
+
+/// `out[i][c] = fma(coef[i][j], rows[j][c], out[i][c])` over all rows j, ascending, for `n` × `cols` elements.
+///
+/// Row `i` of `coef` starts at `i * coef_stride`, row `i` of `out` at `i * out_stride`; `rows` are `stride` wide.
+#[inline(always)]
+pub(super) fn add_rows<S: Simd>(
+    coef: &[f32],
+    coef_stride: usize,
+    rows: &[f32],
+    stride: usize,
+    out: &mut [f32],
+    out_stride: usize,
+    (n, cols): (usize, usize),
+) {
+    let terms = rows.len() / stride;
+    let mut c = 0;
+    while c < cols {
+        let mut i = 0;
+        let left = (cols - c) / LANES;
+        while i < n {
+            let (coef, out) = (&coef[i * coef_stride..], &mut out[i * out_stride + c..]);
+            let rows = &rows[c..];
+            if left >= 4 && S::TILE >= 8 && i + 4 <= n {
+                add_tile::<S, 4, 4>(coef, coef_stride, rows, stride, terms, out, out_stride);
+                i += 4;
+            } else if left >= 4 && i + 2 <= n {
+                add_tile::<S, 2, 4>(coef, coef_stride, rows, stride, terms, out, out_stride);
+                i += 2;
+            } else if left >= 4 {
+                add_tile::<S, 1, 4>(coef, coef_stride, rows, stride, terms, out, out_stride);
+                i += 1;
+            } else if left >= 1 {
+                add_tile::<S, 1, 1>(coef, coef_stride, rows, stride, terms, out, out_stride);
+                i += 1;
+            } else {
+                for (j, &a) in coef[..terms].iter().enumerate() {
+                    axpy(a, &rows[j * stride..][..cols - c], &mut out[..cols - c]);
+                }
+                i += 1;
+            }
+        }
+        c += match left {
+            4.. => 4 * LANES,
+            1.. => LANES,
+            _ => cols - c,
+        };
+    }
+}
+
+/// [`add_rows`] for `M` output rows and `V` vectors of columns, in registers.
+#[inline(always)]
+fn add_tile<S: Simd, const M: usize, const V: usize>(
+    coef: &[f32],
+    coef_stride: usize,
+    rows: &[f32],
+    stride: usize,
+    terms: usize,
+    out: &mut [f32],
+    out_stride: usize,
+) {
+    let coef = each!(m in 0..M, &coef[m * coef_stride..][..terms]);
+    let mut acc = each!(m in 0..M, {
+        let out = out[m * out_stride..][..V * LANES].as_chunks::<LANES>().0;
+        each!(v in 0..V, S::load(&out[v]))
+    });
+    for j in 0..terms {
+        let row = rows[j * stride..][..V * LANES].as_chunks::<LANES>().0;
+        let row = each!(v in 0..V, S::load(&row[v]));
+        for m in 0..M {
+            let a = S::splat(coef[m][j]);
+            for v in 0..V {
+                acc[m][v] = S::fma(a, row[v], acc[m][v]);
+            }
         }
     }
-    let mut k = 0;
-    p.map(|p| {
-        let mut p = S::store(p);
-        for (j, (&a, &b)) in tail.iter().zip(&b[k][n - tail.len()..]).enumerate() {
-            p[j] = a.mul_add(b, p[j]);
+    for m in 0..M {
+        let out = &mut out[m * out_stride..][..V * LANES];
+        for (v, out) in out.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+            S::store(acc[m][v], out);
         }
-        k += 1;
-        tree(p)
-    })
+    }
 }
 
 #[inline(always)]
@@ -158,9 +196,10 @@ pub(super) fn silu_mul(g: &mut [f32], u: &[f32]) {
 
 /// Quantizes one activation row: per 64-group `scale = absmax / 127`, `q = round-half-even(x / scale)`.
 ///
-/// `q` is padded with zeros to whole groups; `sums` are the sums of `q`. Returns false if a value is not finite.
+/// `q` is padded with zeros to whole groups; `bias` is -8 × the sum of a group's `q`. Returns false if a value is not
+/// finite.
 #[inline(always)]
-pub(super) fn quantize_row(x: &[f32], q: &mut [i8], scales: &mut [f32], sums: &mut [i32]) -> bool {
+pub(super) fn quantize_row(x: &[f32], q: &mut [i8], scales: &mut [f32], bias: &mut [i32]) -> bool {
     let mut finite = true;
     for (g, x) in x.chunks(GROUP).enumerate() {
         let q = &mut q[g * GROUP..(g + 1) * GROUP];
@@ -176,21 +215,29 @@ pub(super) fn quantize_row(x: &[f32], q: &mut [i8], scales: &mut [f32], sums: &m
             *q = (x / div).round_ties_even().clamp(-127.0, 127.0) as i8;
         }
         q[x.len()..].fill(0);
-        sums[g] = q.iter().map(|&v| i32::from(v)).sum();
+        bias[g] = -8 * q.iter().map(|&v| i32::from(v)).sum::<i32>();
     }
     finite
 }
 
-// ------------------------------------------------------------------------------------------------ unpacking
-
+/// Exclusive or of all whole 256-byte pieces: a plain read.
 #[inline(always)]
-fn f16_to_f32(h: u16) -> f32 {
-    // Scaling by 2^112 re-biases the exponent and normalises subnormals exactly; infinity and NaN are patched in.
-    let em = u32::from(h & 0x7fff);
-    let v = f32::from_bits(em << 13) * f32::from_bits(0x7780_0000);
-    let special = if em >= 0x7c00 { 0x7f80_0000 } else { 0 };
-    f32::from_bits(v.to_bits() | special | (u32::from(h & 0x8000) << 16))
+pub(super) fn stream<S: Simd>(bytes: &[u8], ahead: usize) -> u64 {
+    let mut sum = [0u64; 32];
+    for piece in bytes.as_chunks::<256>().0 {
+        if ahead > 0 {
+            for line in 0..4 {
+                S::prefetch(piece, ahead + 64 * line);
+            }
+        }
+        for (s, word) in sum.iter_mut().zip(piece.as_chunks::<8>().0) {
+            *s ^= u64::from_le_bytes(*word);
+        }
+    }
+    sum.iter().fold(0, |a, b| a ^ b)
 }
+
+// ------------------------------------------------------------------------------------------------ unpacking
 
 /// Value of every e4m3 code: bias 7, no infinity, 0x7f and 0xff are NaN.
 pub(crate) static E4M3: [f32; 256] = {
@@ -213,9 +260,9 @@ pub(crate) static E4M3: [f32; 256] = {
     t
 };
 
-/// Integer codes of one row as int8, padded with zeros to whole 64-groups.
+/// Integer codes of one row as stored, as int8, padded with zeros to whole 64-groups.
 #[inline(always)]
-fn unpack_row(w: &MatView<'_>, r: usize, out: &mut [i8]) {
+pub(super) fn unpack_row(w: &MatView<'_>, r: usize, out: &mut [i8]) {
     let codes = w.row_codes(r);
     let cols = w.cols();
     match w.format() {
@@ -252,11 +299,31 @@ fn unpack_row(w: &MatView<'_>, r: usize, out: &mut [i8]) {
     out[cols..].fill(0);
 }
 
-/// One row as f32: `f32(code) * scale`.
+/// Row `r` as f32, in the scratch.
 #[inline(always)]
-pub(super) fn dequant_row(w: &MatView<'_>, r: usize, out: &mut [f32], codes: &mut [i8]) {
+pub(super) fn dequant_row<'a, S: Simd>(
+    w: &MatView<'_>,
+    r: usize,
+    scratch: &'a mut Scratch,
+) -> &'a [f32] {
+    let mut row = std::mem::take(&mut scratch.row);
+    if row.len() < w.cols() {
+        row.resize(w.cols(), 0.0);
+    }
+    dequant_into::<S>(w, r, &mut row[..w.cols()], scratch);
+    scratch.row = row;
+    &scratch.row[..w.cols()]
+}
+
+/// Row `r` as f32: `f32(code) * scale`.
+#[inline(always)]
+pub(super) fn dequant_into<S: Simd>(
+    w: &MatView<'_>,
+    r: usize,
+    out: &mut [f32],
+    scratch: &mut Scratch,
+) {
     let bytes = w.row_codes(r);
-    let scales = w.row_scales(r);
     match w.format() {
         Format::F32 => {
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
@@ -270,10 +337,11 @@ pub(super) fn dequant_row(w: &MatView<'_>, r: usize, out: &mut [f32], codes: &mu
         }
         Format::Bf16 => {
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *o = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
+                *o = bf16_to_f32(*b);
             }
         }
         Format::Fp8 => {
+            let scales = w.row_scales(r);
             for ((o, b), &s) in out.chunks_mut(FP8_BLOCK).zip(bytes.chunks(FP8_BLOCK)).zip(scales) {
                 for (o, &b) in o.iter_mut().zip(b) {
                     *o = E4M3[usize::from(b)] * s;
@@ -281,207 +349,20 @@ pub(super) fn dequant_row(w: &MatView<'_>, r: usize, out: &mut [f32], codes: &mu
             }
         }
         f => {
-            unpack_row(w, r, codes);
-            let group = match f {
-                Format::Int4 { group: 0 } | Format::Int8 | Format::Int2 => w.cols(),
-                Format::Int4 { group } => group as usize,
-                _ => GROUP,
+            let (codes, own) = scratch.codes_and_scales(w.cols(), f.scales_per_row(w.cols()));
+            row_codes(w, r, codes);
+            let scales = if w.in_panels() {
+                panel::unpack_scales(w, r, own);
+                &*own
+            } else {
+                w.row_scales(r)
             };
+            let group = if scales.len() == 1 { w.cols() } else { panel::group_of(f) };
             for ((o, c), &s) in out.chunks_mut(group).zip(codes.chunks(group)).zip(scales) {
                 for (o, &c) in o.iter_mut().zip(c) {
                     *o = f32::from(c) * s;
                 }
             }
         }
-    }
-}
-
-// ------------------------------------------------------------------------------------------------ matrix × rows
-
-/// f32 arithmetic: `tile[i][o] = dot(w[first + o], x[i])` for the tile's columns `o`.
-#[inline(always)]
-pub(super) fn matmul_f32<S: Simd>(
-    w: &MatView<'_>,
-    first: usize,
-    x: &Input<'_>,
-    tile: &mut TileMut<'_>,
-    scratch: &mut Scratch,
-) {
-    let (row, codes) = scratch.row(w.cols());
-    let n = tile.rows().len();
-    for o in 0..tile.cols().len() {
-        dequant_row(w, first + o, row, codes);
-        let mut i = 0;
-        while i + 4 <= n {
-            let y = dot_n::<S, 4>(
-                row,
-                [x.f32_row(i), x.f32_row(i + 1), x.f32_row(i + 2), x.f32_row(i + 3)],
-            );
-            for k in 0..4 {
-                tile.row(i + k)[o] = y[k];
-            }
-            i += 4;
-        }
-        while i < n {
-            tile.row(i)[o] = dot::<S>(row, x.f32_row(i));
-            i += 1;
-        }
-    }
-}
-
-/// Quantized arithmetic for the integer formats: exact integer steps, one fma chain per output.
-#[inline(always)]
-pub(super) fn matmul_q8<S: Simd>(
-    w: &MatView<'_>,
-    first: usize,
-    x: &Input<'_>,
-    tile: &mut TileMut<'_>,
-    scratch: &mut Scratch,
-) {
-    let (_, codes) = scratch.row(w.cols());
-    let per_row = w.format().scales_per_row(w.cols()) == 1
-        && !matches!(w.format(), Format::Int4 { group: 1.. } | Format::Int3);
-    let group = match w.format() {
-        Format::Int4 { group } => group as usize,
-        _ => GROUP,
-    };
-    let n = tile.rows().len();
-    for o in 0..tile.cols().len() {
-        unpack_row(w, first + o, codes);
-        let scales = w.row_scales(first + o);
-        let (groups, _) = codes.as_chunks::<GROUP>();
-        for i in 0..n {
-            let q = x.q8_row(i);
-            let (xs, _) = q.codes.as_chunks::<GROUP>();
-            let mut acc = 0.0f32;
-            if per_row {
-                for (g, (w, x)) in groups.iter().zip(xs).enumerate() {
-                    acc = (S::dot64(w, x, q.sums[g]) as f32).mul_add(q.scales[g], acc);
-                }
-                acc *= scales[0];
-            } else if group.is_multiple_of(GROUP) {
-                let wide = group / GROUP;
-                for (g, (w, x)) in groups.iter().zip(xs).enumerate() {
-                    let s = scales[g / wide] * q.scales[g];
-                    acc = (S::dot64(w, x, q.sums[g]) as f32).mul_add(s, acc);
-                }
-            } else {
-                acc = chain_of_steps(codes, q.codes, scales, q.scales, group, w.cols());
-            }
-            tile.row(i)[o] = acc;
-        }
-    }
-}
-
-/// The quantized dot for group sizes that do not divide into 64s: a step is a maximal run of inputs inside one weight
-/// group and one activation group.
-#[inline(always)]
-fn chain_of_steps(w: &[i8], q: &[i8], ws: &[f32], qs: &[f32], group: usize, cols: usize) -> f32 {
-    let mut acc = 0.0f32;
-    let mut at = 0;
-    while at < cols {
-        let end = ((at / group + 1) * group).min((at / GROUP + 1) * GROUP).min(cols);
-        let d = dot_i8(&w[at..end], &q[at..end]);
-        acc = (d as f32).mul_add(ws[at / group] * qs[at / GROUP], acc);
-        at = end;
-    }
-    acc
-}
-
-// ------------------------------------------------------------------------------------------------ attention
-
-/// Keys per block of the running softmax.
-const BLOCK: usize = 64;
-
-/// Row `t` of the cache as f32, through `buf` when it is stored as f16.
-#[inline(always)]
-fn key_row<'a>(keys: &Keys<'a>, t: usize, buf: &'a mut [f32]) -> &'a [f32] {
-    match *keys {
-        Keys::F32 { data, width } => &data[t * width..(t + 1) * width],
-        Keys::F16 { data, width } => {
-            for (o, &h) in buf.iter_mut().zip(&data[t * width..(t + 1) * width]) {
-                *o = f16_to_f32(h);
-            }
-            buf
-        }
-    }
-}
-
-/// Softmax attention of one query over the chosen keys, ascending, in blocks of 64 with a running maximum.
-///
-/// `q` has the width of a cache row, `out` its first `out.len()` elements' weighted mean: `Σ a_t row_t`.
-#[inline(always)]
-pub(super) fn attend<S: Simd>(
-    q: &[f32],
-    keys: &Keys<'_>,
-    set: &KeySet<'_>,
-    scale: f32,
-    out: &mut [f32],
-    scratch: &mut Scratch,
-) {
-    let n = set.len();
-    let width = q.len();
-    let rank = out.len();
-    let block_rows = scratch.block(BLOCK * width);
-    out.fill(0.0);
-    let mut max = f32::NEG_INFINITY;
-    let mut sum = 0.0f32;
-    let mut at = 0;
-    while at < n {
-        let len = BLOCK.min(n - at);
-        let mut p = [f32::NEG_INFINITY; BLOCK];
-        for j in 0..len {
-            let buf = &mut block_rows[j * width..(j + 1) * width];
-            p[j] = dot::<S>(q, key_row(keys, set.at(at + j), buf)) * scale;
-        }
-        let new_max = p.iter().fold(max, |m, &s| if s > m { s } else { m });
-        // exp(-inf - finite) = 0 on the first block; afterwards 1 exactly while the maximum stays.
-        let shrink = exp(max - new_max);
-        max = new_max;
-        sum *= shrink;
-        for v in out.iter_mut() {
-            *v *= shrink;
-        }
-        for v in &mut p {
-            *v = exp(*v - max);
-        }
-        for j in 0..len {
-            sum += p[j];
-            let row = match *keys {
-                Keys::F32 { data, width } => &data[set.at(at + j) * width..][..rank],
-                Keys::F16 { .. } => &block_rows[j * width..][..rank],
-            };
-            axpy(p[j], row, out);
-        }
-        at += len;
-    }
-    let r = 1.0 / sum;
-    for v in out.iter_mut() {
-        *v *= r;
-    }
-}
-
-/// Indexer scores of one query position: `out[t] = Σ_h w_h * relu(dot(q_h, key_t) * scale)`, heads ascending.
-#[inline(always)]
-pub(super) fn index_scores<S: Simd>(
-    q: &[f32],
-    w: &[f32],
-    keys: &Keys<'_>,
-    first: usize,
-    scale: f32,
-    out: &mut [f32],
-    scratch: &mut Scratch,
-) {
-    let d = q.len() / w.len();
-    let buf = scratch.block(d);
-    for (t, out) in out.iter_mut().enumerate() {
-        let key = key_row(keys, first + t, buf);
-        let mut s = 0.0f32;
-        for (q, &w) in q.chunks_exact(d).zip(w) {
-            let r = dot::<S>(q, key) * scale;
-            let r = if r > 0.0 || r.is_nan() { r } else { 0.0 };
-            s = w.mul_add(r, s);
-        }
-        *out = s;
     }
 }

@@ -84,56 +84,136 @@ fn bits(v: &[f32]) -> Vec<u32> {
     v.iter().map(|v| v.to_bits()).collect()
 }
 
+/// The panels of a matrix as stored, packed by `k`.
+fn panels(k: &Kernels, w: &MatView<'_>) -> Vec<u8> {
+    let bytes = panel_bytes(w.format(), w.rows(), w.cols()).unwrap();
+    let strip = bytes / w.rows().div_ceil(16);
+    // Filled with ones: what packing leaves out would show.
+    let mut out = vec![0xff; bytes];
+    out.chunks_mut(strip).enumerate().for_each(|(s, out)| k.pack_strip(w, s, out));
+    out
+}
+
+/// The product of all rows of `w` with the `s` rows of `x`.
+fn product(k: &Kernels, w: &MatView<'_>, x: &[f32], s: usize, mode: Activations) -> Vec<f32> {
+    let mut acts = Acts::default();
+    acts.fill(s, w.cols()).copy_from_slice(x);
+    assert!(acts.prepare(k, mode));
+    let mut y = vec![0.0; s * w.rows()];
+    k.matmul(w, 0, &acts.input(0), &mut TileMut::whole(&mut y, w.rows()));
+    y
+}
+
+/// (rows, cols, batch): every tail of strips, blocks, groups and tiles.
+const SHAPES: [(usize, usize, usize); 16] = [
+    (1, 16, 1),
+    (2, 17, 2),
+    (3, 64, 3),
+    (5, 129, 4),
+    (15, 80, 5),
+    (16, 64, 7),
+    (17, 192, 8),
+    (31, 200, 9),
+    (32, 128, 13),
+    (33, 1031, 1),
+    (33, 96, 70),
+    (48, 65, 16),
+    (7, 8200, 2),
+    (18, 4099, 6),
+    (130, 130, 1),
+    (64, 256, 64),
+];
+
 #[test]
-fn products_are_equal_for_every_format_shape_and_batch() {
+fn products_are_equal_for_every_format_layout_shape_and_batch() {
     let others = others();
     let reference = Kernels::for_isa(Isa::Portable).unwrap();
     let mut rng = Rng(7);
     for f in FORMATS {
-        for (rows, cols) in [(1, 16), (3, 64), (17, 80), (5, 129), (33, 200), (2, 1031), (130, 130)]
-        {
+        for (rows, cols, s) in SHAPES {
             for fill in [Fill::Random, Fill::Extreme, Fill::Zero] {
                 let (codes, scales) = matrix(f, rows, cols, fill, &mut rng);
                 let w = MatView::new(f, rows, cols, &codes, &scales);
-                for s in [1usize, 2, 5] {
-                    let x = match fill {
-                        Fill::Extreme => (0..s * cols)
-                            .map(|_| if rng.next() & 1 == 0 { 1.0 } else { -1.0 })
-                            .collect(),
-                        _ => rng.vec(s * cols, 3.0),
-                    };
-                    for mode in [Activations::Q8, Activations::F32] {
-                        let run = |k: &Kernels| {
-                            let mut acts = Acts::default();
-                            acts.fill(s, cols).copy_from_slice(&x);
-                            assert!(acts.prepare(k, mode));
-                            let mut y = vec![0.0; s * rows];
-                            k.matmul(&w, 0, &acts.input(0), &mut TileMut::whole(&mut y, rows));
-                            y
-                        };
-                        let want = run(reference);
-                        for k in &others {
-                            assert_eq!(
-                                bits(&run(k)),
-                                bits(&want),
-                                "{f} {rows}×{cols} s={s} {fill:?} {mode:?} {}",
-                                k.isa()
-                            );
+                let x = match fill {
+                    Fill::Extreme => (0..s * cols)
+                        .map(|_| if rng.next() & 1 == 0 { 1.0 } else { -1.0 })
+                        .collect(),
+                    _ => rng.vec(s * cols, 3.0),
+                };
+                let packed = f.is_integer().then(|| panels(reference, &w));
+                let in_panels = packed.as_ref().map(|p| MatView::panels(f, rows, cols, p));
+                for k in &others {
+                    let same = packed.as_ref().is_none_or(|p| *p == panels(k, &w));
+                    assert!(same, "panels of {f} {rows}×{cols} {}", k.isa());
+                }
+                for mode in [Activations::Q8, Activations::F32] {
+                    let want = bits(&product(reference, &w, &x, s, mode));
+                    let at = format!("{f} {rows}×{cols} s={s} {fill:?} {mode:?}");
+                    for k in std::iter::once(&reference).chain(&others) {
+                        let isa = k.isa();
+                        assert_eq!(bits(&product(k, &w, &x, s, mode)), want, "{at} {isa}");
+                        if let Some(w) = &in_panels {
+                            let got = bits(&product(k, w, &x, s, mode));
+                            assert_eq!(got, want, "{at} {isa} in panels");
                         }
-                        // A row gives the same bits alone.
-                        let mut acts = Acts::default();
-                        acts.fill(s, cols).copy_from_slice(&x);
-                        assert!(acts.prepare(reference, mode));
-                        let mut y = vec![0.0; rows];
-                        reference.matmul(
-                            &w,
-                            0,
-                            &acts.picked(&[s as u32 - 1]),
-                            &mut TileMut::whole(&mut y, rows),
-                        );
-                        assert_eq!(bits(&y), bits(&want[(s - 1) * rows..]), "{f} row alone");
                     }
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_part_of_a_product_is_the_same_bits() {
+    let mut rng = Rng(9);
+    let (rows, cols, s) = (70, 192, 11);
+    for f in FORMATS {
+        let (codes, scales) = matrix(f, rows, cols, Fill::Random, &mut rng);
+        let stored = MatView::new(f, rows, cols, &codes, &scales);
+        let packed = f.is_integer().then(|| panels(Kernels::best(), &stored));
+        let x = rng.vec(s * cols, 3.0);
+        for w in [Some(stored), packed.as_ref().map(|p| MatView::panels(f, rows, cols, p))] {
+            let Some(w) = w else { continue };
+            for k in Isa::available().into_iter().filter_map(Kernels::for_isa) {
+                let all = product(k, &w, &x, s, Activations::Q8);
+                let mut acts = Acts::default();
+                acts.fill(s, cols).copy_from_slice(&x);
+                assert!(acts.prepare(k, Activations::Q8));
+                // Some outputs of some rows: neither begins nor ends with a strip.
+                for (first, n) in [(0, 70), (5, 3), (5, 40), (15, 2), (16, 16), (33, 37)] {
+                    let pick = [10u32, 3, 3, 7];
+                    let mut y = vec![9.0; pick.len() * n];
+                    let x = acts.picked(&pick);
+                    k.matmul(&w, first, &x, &mut TileMut::whole(&mut y, n));
+                    let want: Vec<f32> = pick
+                        .iter()
+                        .flat_map(|&r| &all[r as usize * rows + first..][..n])
+                        .copied()
+                        .collect();
+                    assert_eq!(bits(&y), bits(&want), "{f} {first}+{n} {}", k.isa());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn panels_give_the_rows_back() {
+    let mut rng = Rng(13);
+    for f in FORMATS.into_iter().filter(|f| f.is_integer()) {
+        for (rows, cols) in [(1, 16), (33, 200), (16, 129)] {
+            let (codes, scales) = matrix(f, rows, cols, Fill::Random, &mut rng);
+            let w = MatView::new(f, rows, cols, &codes, &scales);
+            let k = Kernels::best();
+            let packed = panels(k, &w);
+            let p = MatView::panels(f, rows, cols, &packed);
+            for r in 0..rows {
+                let row = |w: &MatView<'_>| {
+                    let mut out = vec![0.0; cols];
+                    k.dequant_row(w, r, &mut out);
+                    bits(&out)
+                };
+                assert_eq!(row(&w), row(&p), "{f} {rows}×{cols} row {r}");
             }
         }
     }
@@ -149,14 +229,7 @@ fn quantized_products_are_close_to_exact_ones() {
         let scales = vec![0.01; f.n_scales(rows, cols)];
         let w = MatView::new(f, rows, cols, &codes, &scales);
         let x = rng.vec(cols, 1.0);
-        let product = |mode| {
-            let mut acts = Acts::default();
-            acts.fill(1, cols).copy_from_slice(&x);
-            assert!(acts.prepare(k, mode));
-            let mut y = vec![0.0; rows];
-            k.matmul(&w, 0, &acts.input(0), &mut TileMut::whole(&mut y, rows));
-            y
-        };
+        let product = |mode| product(k, &w, &x, 1, mode);
         let (q8, exact) = (product(Activations::Q8), product(Activations::F32));
         let norm = exact.iter().map(|v| v * v).sum::<f32>().sqrt();
         let err = q8.iter().zip(&exact).map(|(a, b)| (a - b) * (a - b)).sum::<f32>().sqrt();
@@ -208,55 +281,116 @@ fn attention_is_equal_and_close_to_f64() {
     let others = others();
     let p = Kernels::for_isa(Isa::Portable).unwrap();
     let mut rng = Rng(5);
-    let (rank, width) = (20, 26);
-    for n in [1usize, 2, 63, 64, 65, 200] {
-        let data = rng.vec(n * width, 1.0);
-        let half: Vec<u16> = data.iter().map(|&v| half::f16::from_f32(v).to_bits()).collect();
-        let q = rng.vec(width, 3.0);
-        let chosen: Vec<u32> = (0..n as u32).filter(|t| t % 3 != 1).collect();
-        for set in [KeySet::All(n), KeySet::Chosen(&chosen)] {
+    for (rank, width) in [(20, 26), (64, 80), (7, 7), (130, 147)] {
+        for n in [1usize, 2, 63, 64, 65, 200] {
+            let data = rng.vec(n * width, 1.0);
+            let half: Vec<u16> = data.iter().map(|&v| half::f16::from_f32(v).to_bits()).collect();
+            let queries = [1usize, 2, 3, 6][n % 4];
+            let q = rng.vec(queries * width, 3.0 / (width as f32).sqrt());
+            let chosen: Vec<u32> = (0..n as u32).filter(|t| t % 3 != 1).collect();
+            let first: Vec<usize> = (0..queries).map(|i| n.saturating_sub(2 * i).max(1)).collect();
+            for seen in [Seen::First(&first), Seen::Chosen(&chosen)] {
+                for keys in [Keys::F32 { data: &data, width }, Keys::F16 { data: &half, width }] {
+                    let run = |k: &Kernels, q: &[f32], seen: &Seen<'_>| {
+                        let mut out = vec![0.0; q.len() / width * rank];
+                        k.attend(q, &keys, seen, 0.9, &mut out);
+                        out
+                    };
+                    let want = run(p, &q, &seen);
+                    for k in &others {
+                        let got = run(k, &q, &seen);
+                        assert_eq!(bits(&got), bits(&want), "attend {} n={n}", k.isa());
+                    }
+                    for i in 0..queries {
+                        // A query alone has the bits that it has in company.
+                        let q = &q[i * width..(i + 1) * width];
+                        let alone = match seen {
+                            Seen::First(n) => Seen::First(&n[i..=i]),
+                            chosen => chosen,
+                        };
+                        let want = &want[i * rank..(i + 1) * rank];
+                        assert_eq!(bits(&run(Kernels::best(), q, &alone)), bits(want));
+                        let positions: Vec<usize> = match seen {
+                            Seen::First(n) => (0..n[i]).collect(),
+                            Seen::Chosen(c) => c.iter().map(|&t| t as usize).collect(),
+                        };
+                        close_to_f64(q, &keys, &positions, want);
+                    }
+                }
+            }
+            let iq = rng.vec(5 * width, 1.0);
+            let iw = rng.vec(5, 1.0);
             for keys in [Keys::F32 { data: &data, width }, Keys::F16 { data: &half, width }] {
-                let run = |k: &Kernels| {
-                    let mut out = vec![0.0; rank];
-                    k.attend(&q, &keys, &set, 0.3, &mut out);
-                    out
+                let run = |k: &Kernels, first: usize| {
+                    let mut out = vec![0.0; n - first];
+                    k.index_scores(&iq, &iw, &keys, first, 0.25, &mut out);
+                    bits(&out)
                 };
-                let want = run(p);
+                let want = run(p, 0);
                 for k in &others {
-                    assert_eq!(bits(&run(k)), bits(&want), "attend {} n={n}", k.isa());
-                }
-                let row = |t: usize| -> Vec<f64> {
-                    (0..width)
-                        .map(|j| match keys {
-                            Keys::F32 { .. } => f64::from(data[t * width + j]),
-                            Keys::F16 { .. } => half::f16::from_bits(half[t * width + j]).to_f64(),
-                        })
-                        .collect()
-                };
-                let mut sum = 0.0;
-                let mut mean = vec![0.0; rank];
-                for i in 0..set.len() {
-                    let row = row(set.at(i));
-                    let s: f64 = row.iter().zip(&q).map(|(a, &b)| a * f64::from(b)).sum();
-                    let e = (s * 0.3).exp();
-                    sum += e;
-                    mean.iter_mut().zip(&row).for_each(|(m, v)| *m += e * v);
-                }
-                for (got, want) in want.iter().zip(&mean) {
-                    assert!((f64::from(*got) - want / sum).abs() < 1e-5, "attend n={n}");
+                    assert_eq!(run(k, 0), want, "index_scores {} n={n}", k.isa());
+                    assert_eq!(run(k, n / 3), want[n / 3..], "index_scores {} from {n}/3", k.isa());
                 }
             }
         }
-        let iq = rng.vec(4 * width, 1.0);
-        let iw = rng.vec(4, 1.0);
-        let keys = Keys::F16 { data: &half, width };
-        let run = |k: &Kernels| {
-            let mut out = vec![0.0; n];
-            k.index_scores(&iq, &iw, &keys, 0, 0.25, &mut out);
-            bits(&out)
+    }
+}
+
+/// Attention of one query in f64.
+fn close_to_f64(q: &[f32], keys: &Keys<'_>, positions: &[usize], got: &[f32]) {
+    let mut sum = 0.0;
+    let mut mean = vec![0.0; got.len()];
+    for &t in positions {
+        let row: Vec<f64> = match *keys {
+            Keys::F32 { data, width } => {
+                data[t * width..][..width].iter().map(|&v| f64::from(v)).collect()
+            }
+            Keys::F16 { data, width } => data[t * width..][..width]
+                .iter()
+                .map(|&v| half::f16::from_bits(v).to_f64())
+                .collect(),
         };
-        for k in &others {
-            assert_eq!(run(k), run(p), "index_scores {} n={n}", k.isa());
+        let s: f64 = row.iter().zip(q).map(|(a, &b)| a * f64::from(b)).sum();
+        let e = (s * f64::from(0.9f32)).exp();
+        sum += e;
+        mean.iter_mut().zip(&row).for_each(|(m, v)| *m += e * v);
+    }
+    for (got, want) in got.iter().zip(&mean) {
+        assert!((f64::from(*got) - want / sum).abs() < 1e-5, "{} keys", positions.len());
+    }
+}
+
+#[test]
+fn queries_move_into_latent_space_alike() {
+    let others = others();
+    let p = Kernels::for_isa(Isa::Portable).unwrap();
+    let mut rng = Rng(17);
+    for f in FORMATS {
+        for (cols, terms, n) in [(64, 12, 1), (70, 130, 2), (147, 65, 5), (16, 1, 9)] {
+            let rows = terms + 3;
+            let (codes, scales) = matrix(f, rows, cols, Fill::Random, &mut rng);
+            let w = MatView::new(f, rows, cols, &codes, &scales);
+            let (q_stride, out_stride) = (terms + 2, cols + 4);
+            let q = rng.vec(n * q_stride, 1.0);
+            let run = |k: &Kernels| {
+                let mut out = vec![7.0; n * out_stride];
+                let mut to = Strided { data: &mut out[..], stride: out_stride };
+                k.absorb(&w, 2, terms, &Strided { data: &q, stride: q_stride }, &mut to, n);
+                out
+            };
+            // The definition: one chain per element, rows ascending.
+            let mut want = vec![7.0; n * out_stride];
+            let mut row = vec![0.0; cols];
+            for i in 0..n {
+                want[i * out_stride..][..cols].fill(0.0);
+                for k in 0..terms {
+                    p.dequant_row(&w, 2 + k, &mut row);
+                    p.axpy(q[i * q_stride + k], &row, &mut want[i * out_stride..][..cols]);
+                }
+            }
+            for k in std::iter::once(&p).chain(&others) {
+                assert_eq!(bits(&run(k)), bits(&want), "{f} {terms}×{cols} n={n} {}", k.isa());
+            }
         }
     }
 }

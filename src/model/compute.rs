@@ -4,11 +4,13 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::kernels::{Activations, Acts, Input, Kernels};
-use crate::pool::Pool;
+use crate::pool::{Bands, Pool};
 use crate::store::Mat;
 
 /// Multiply-adds below which a product is not worth another task.
 const TASK_WORK: usize = 1 << 15;
+/// Outputs of a task are a multiple of two strips: kernels read two at once.
+const TASK_COLS: usize = 32;
 
 /// Kernels, threads and activation mode of one engine.
 pub struct Compute {
@@ -23,9 +25,12 @@ pub struct Compute {
 impl Compute {
     /// `out[i][o] = w[o] · x[i]` for `rows` rows.
     pub fn matmul(&self, w: &Mat, x: Input<'_>, rows: usize, out: &mut [f32]) {
+        if rows == 0 {
+            return;
+        }
         let view = w.view();
         let chunk = self.chunk(w.rows(), w.cols() * rows, 1);
-        self.pool.par_tiles(out, w.rows(), &[0, rows], chunk, |_, mut tile| {
+        self.pool.par_tiles(out, w.rows(), Bands::Every(rows), chunk, |_, mut tile| {
             self.kernels.matmul(&view, tile.cols().start, &x, &mut tile);
         });
     }
@@ -35,7 +40,7 @@ impl Compute {
         let by_work = (TASK_WORK / work.max(1)).max(1);
         // A few tasks per thread even out a core that is slower for a while.
         let tasks = (4 * self.pool.threads()).div_ceil(bands.max(1));
-        by_work.max(cols.div_ceil(tasks)).min(cols.max(1))
+        by_work.max(cols.div_ceil(tasks)).next_multiple_of(TASK_COLS)
     }
 
     /// RMS norm of the rows of `x` into `y`, ready for products. False when a value is not finite.
@@ -50,8 +55,7 @@ impl Compute {
     pub fn norm_rows(&self, x: &[f32], w: &[f32], eps: f32, y: &mut [f32]) -> bool {
         let d = w.len();
         let finite = AtomicBool::new(true);
-        let bounds = self.bands(x.len() / d, d);
-        self.pool.par_tiles(y, d, &bounds, d, |_, mut tile| {
+        self.pool.par_tiles(y, d, Bands::Every(self.band(d)), d, |_, mut tile| {
             for (i, r) in tile.rows().enumerate() {
                 let x = &x[r * d..(r + 1) * d];
                 if !self.kernels.rms_norm(x, w, eps, tile.row(i)) {
@@ -65,6 +69,9 @@ impl Compute {
     /// Makes the int8 form of filled rows if the activation mode asks for it. False when a value is not finite.
     #[must_use]
     pub fn prepare(&self, acts: &mut Acts) -> bool {
+        if acts.rows().len() <= TASK_WORK {
+            return acts.prepare(self.kernels, self.activations);
+        }
         let finite = AtomicBool::new(true);
         let bands = acts.bands(self.activations, TASK_WORK);
         self.pool.par_each(bands, |mut band| {
@@ -75,9 +82,8 @@ impl Compute {
         finite.into_inner()
     }
 
-    /// Bounds that cut `rows` rows of `width` values into bands worth a task each.
-    pub fn bands(&self, rows: usize, width: usize) -> Vec<usize> {
-        let step = (TASK_WORK / width.max(1)).max(1);
-        (0..rows).step_by(step).chain([rows]).collect()
+    /// Rows of `width` values that are worth a task.
+    pub fn band(&self, width: usize) -> usize {
+        (TASK_WORK / width.max(1)).max(1)
     }
 }

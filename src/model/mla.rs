@@ -4,20 +4,23 @@
 //! mean run over cached latents, and `W_V` is applied to the mean. Decode and prefill are the same code.
 #![forbid(unsafe_code)]
 
+use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Result, ensure};
 
 use super::config::LATENT_EPS;
-use super::dsa::{self, Selection, key_set};
+use super::dsa::{self, Selection};
 use super::rope::rotate;
 use super::weights::{Attention, Layer};
-use super::{Block, Model, Phase};
-use crate::kernels::Acts;
-use crate::pool::TileMut;
+use super::{Block, Model, Phase, Row, Shared};
+use crate::kernels::{Acts, Keys, Seen, Strided};
+use crate::pool::{Bands, TileMut};
 
-/// Rows of one head that a task handles together, so that a key row of `kv_b` is unpacked once for all of them.
+/// Rows that a task handles together, so that a key row of `kv_b` is unpacked once for all of them.
 const BAND: usize = 16;
+/// Most queries (rows × heads) of a task: bounds its scratch memory to what a core's cache holds.
+const MAX_QUERIES: usize = 64;
 
 /// Buffers of one attention block.
 #[derive(Default)]
@@ -25,10 +28,25 @@ pub(super) struct Scratch {
     h: Acts,
     qr: Acts,
     heads: Acts,
+    dsa: dsa::Scratch,
     q_a: Vec<f32>,
     q: Vec<f32>,
     kv: Vec<f32>,
+    latent: Vec<f32>,
     out: Vec<f32>,
+}
+
+/// Buffers of one task.
+#[derive(Default)]
+struct TaskScratch {
+    latent_q: Vec<f32>, // (rows, heads, kv_width)
+    means: Acts,        // (rows, heads, kv_rank)
+    seen: Vec<usize>,   // per query of a run
+    picks: Vec<u32>,    // the rows of one head in `means`
+}
+
+thread_local! {
+    static TASK: RefCell<TaskScratch> = RefCell::default();
 }
 
 /// Adds the attention of one block of rows to their residual stream `x`.
@@ -58,12 +76,12 @@ pub(super) fn attention(
 
     if let Some(indexer) = &layer.indexer {
         let started = block.profile.start();
-        dsa::select(m, i, indexer, block, &s.h, &s.qr, selections)?;
+        dsa::select(m, i, indexer, block, &s.h, &s.qr, selections, &mut s.dsa)?;
         block.profile.stop(Phase::Indexer, started);
     }
     if let Some(observer) = &mut block.observer {
         for (row, selection) in block.rows.iter().zip(selections.iter()) {
-            observer.selected(i, *row, key_set(selection, row.pos));
+            observer.selected(i, *row, selection.key_set(row.pos));
         }
     }
 
@@ -88,12 +106,12 @@ fn append_latents(
     let n = block.rows.len();
     s.kv.resize(n * width, 0.0);
     m.compute.matmul(&w.kv_a, s.h.input(0), n, &mut s.kv);
-    let mut latent = vec![0.0; c.kv_rank];
+    s.latent.resize(c.kv_rank, 0.0);
     for (r, (row, kv)) in block.rows.iter().zip(s.kv.chunks_mut(width)).enumerate() {
         let (raw, key) = kv.split_at_mut(c.kv_rank);
-        let finite = m.compute.kernels.rms_norm(raw, &w.kv_a_norm, LATENT_EPS, &mut latent);
+        let finite = m.compute.kernels.rms_norm(raw, &w.kv_a_norm, LATENT_EPS, &mut s.latent);
         ensure!(finite, "layer {i}: the key-value latent at position {} is not finite", row.pos);
-        raw.copy_from_slice(&latent);
+        raw.copy_from_slice(&s.latent);
         rotate(key, &block.angles[r * pairs..(r + 1) * pairs]);
         block.caches[row.seq].push(i, kv);
     }
@@ -109,55 +127,107 @@ fn attend_heads(
     selections: &[Selection],
     s: &mut Scratch,
 ) -> Result<()> {
-    let (c, compute, kernels) = (&m.config, &m.compute, m.compute.kernels);
-    let (pairs, width, d_q) = (m.rope.pairs(), c.kv_width(), c.d_nope + c.d_rope);
+    let (c, compute) = (&m.config, &m.compute);
     let n = block.rows.len();
-    let scale = 1.0 / (d_q as f32).sqrt();
-    let kv_b = w.kv_b.view();
     let finite = AtomicBool::new(true);
-    let (q, angles, rows, caches) = (&s.q, block.angles, block.rows, &block.caches);
-    let bounds: Vec<usize> = (0..n).step_by(BAND).chain([n]).collect();
+    let band = BAND.min(n).max(1);
+    // As many heads per task as its scratch allows, but a few tasks per thread.
+    let tasks = (4 * compute.pool.threads()).div_ceil(n.div_ceil(band));
+    let heads = c.n_heads.div_ceil(tasks).min(MAX_QUERIES / band).max(1);
+    let (q, shared) = (&s.q, block.shared());
     compute.pool.par_tiles(
         s.heads.fill(n, c.n_heads * c.d_v),
         c.n_heads * c.d_v,
-        &bounds,
-        c.d_v,
-        |_, mut tile: TileMut<'_>| {
-            let head = tile.cols().start / c.d_v;
-            let first = head * (c.d_nope + c.d_v);
-            let q_of = |r: usize| &q[(r * c.n_heads + head) * d_q..][..d_q];
-            // Queries in latent space: Σ_r q_r W_K[r], ascending rows, then the rotated part behind.
-            let mut latent_q = vec![0.0; tile.rows().len() * width];
-            let mut key_row = vec![0.0; c.kv_rank];
-            for k in 0..c.d_nope {
-                kernels.dequant_row(&kv_b, first + k, &mut key_row);
-                for (j, r) in tile.rows().enumerate() {
-                    kernels.axpy(q_of(r)[k], &key_row, &mut latent_q[j * width..][..c.kv_rank]);
+        Bands::Every(band),
+        heads * c.d_v,
+        |_, mut tile| {
+            TASK.with_borrow_mut(|task| {
+                if !attend_tile(m, i, w, shared, selections, q, &mut tile, task) {
+                    finite.store(false, Ordering::Relaxed);
                 }
-            }
-            let mut means = Acts::default();
-            let mean_rows = means.fill(tile.rows().len(), c.kv_rank);
-            for (j, r) in tile.rows().enumerate() {
-                let latent_q = &mut latent_q[j * width..(j + 1) * width];
-                latent_q[c.kv_rank..].copy_from_slice(&q_of(r)[c.d_nope..]);
-                rotate(&mut latent_q[c.kv_rank..], &angles[r * pairs..(r + 1) * pairs]);
-                let keys = caches[rows[r].seq].keys(i);
-                let set = key_set(&selections[r], rows[r].pos);
-                kernels.attend(
-                    latent_q,
-                    &keys,
-                    &set,
-                    scale,
-                    &mut mean_rows[j * c.kv_rank..(j + 1) * c.kv_rank],
-                );
-            }
-            if !means.prepare(kernels, compute.activations) {
-                finite.store(false, Ordering::Relaxed);
-            }
-            kernels.matmul(&kv_b, first + c.d_nope, &means.input(0), &mut tile);
+            });
         },
     );
     ensure!(finite.into_inner(), "layer {i}: an attention output is not finite");
     ensure!(compute.prepare(&mut s.heads), "layer {i}: the output of attention is not finite");
     Ok(())
+}
+
+/// Attention of the rows and heads of one output tile. False when a value is not finite.
+fn attend_tile(
+    m: &Model,
+    i: usize,
+    w: &Attention,
+    block: Shared<'_, '_>,
+    selections: &[Selection],
+    q: &[f32],
+    tile: &mut TileMut<'_>,
+    task: &mut TaskScratch,
+) -> bool {
+    let (c, kernels) = (&m.config, m.compute.kernels);
+    let (pairs, width, d_q) = (m.rope.pairs(), c.kv_width(), c.d_nope + c.d_rope);
+    let (rows, n) = (tile.rows(), tile.rows().len());
+    let (head, heads) = (tile.cols().start / c.d_v, tile.cols().len() / c.d_v);
+
+    // Queries in latent space: Σ_k q_k W_K[k], ascending k, then the rotated part behind.
+    task.latent_q.resize(n * heads * width, 0.0);
+    for h in 0..heads {
+        let of_head = Strided {
+            data: &q[(rows.start * c.n_heads + head + h) * d_q..],
+            stride: c.n_heads * d_q,
+        };
+        let mut out = Strided { data: &mut task.latent_q[h * width..], stride: heads * width };
+        kernels.absorb(&w.k_b.view(), w.k_b.row(head + h), c.d_nope, &of_head, &mut out, n);
+    }
+    for (j, r) in rows.clone().enumerate() {
+        for h in 0..heads {
+            let key = &mut task.latent_q[(j * heads + h) * width + c.kv_rank..][..c.d_rope];
+            key.copy_from_slice(&q[(r * c.n_heads + head + h) * d_q + c.d_nope..][..c.d_rope]);
+            rotate(key, &block.angles[r * pairs..(r + 1) * pairs]);
+        }
+    }
+
+    let means = task.means.fill(n * heads, c.kv_rank);
+    let scale = 1.0 / (d_q as f32).sqrt();
+    let mut done = 0;
+    while done < n {
+        let at = rows.start + done;
+        let seq = block.rows[at].seq;
+        let run = run_length(&block.rows[at..rows.end], &selections[at..rows.end]);
+        let keys: Keys<'_> = block.caches[seq].keys(i);
+        let seen = match &selections[at] {
+            s if s.is_all() => {
+                task.seen.clear();
+                for row in &block.rows[at..at + run] {
+                    task.seen.extend(std::iter::repeat_n(row.pos + 1, heads));
+                }
+                Seen::First(&task.seen)
+            }
+            s => Seen::Chosen(s.keys()),
+        };
+        kernels.attend(
+            &task.latent_q[done * heads * width..][..run * heads * width],
+            &keys,
+            &seen,
+            scale,
+            &mut means[done * heads * c.kv_rank..][..run * heads * c.kv_rank],
+        );
+        done += run;
+    }
+
+    let finite = task.means.prepare(kernels, m.compute.activations);
+    for h in 0..heads {
+        task.picks.clear();
+        task.picks.extend((0..n).map(|j| (j * heads + h) as u32));
+        let mut out = tile.part(h * c.d_v..(h + 1) * c.d_v);
+        let x = task.means.picked(&task.picks);
+        kernels.matmul(&w.v_b.view(), w.v_b.row(head + h), &x, &mut out);
+    }
+    finite
+}
+
+/// Rows from the first on that attend together: those of one sequence that see all keys, or one that chose its own.
+fn run_length(rows: &[Row], selections: &[Selection]) -> usize {
+    let alike = |(row, s): &(&Row, &Selection)| row.seq == rows[0].seq && s.is_all();
+    rows.iter().zip(selections).take_while(alike).count().max(1)
 }

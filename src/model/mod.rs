@@ -24,6 +24,7 @@ use anyhow::{Result, ensure};
 
 pub use compute::Compute;
 use config::Config;
+use dsa::Selection;
 use kv::KvCache;
 pub use moe::Route;
 pub use profile::{Phase, Profile};
@@ -109,11 +110,13 @@ pub struct Model {
 #[derive(Default)]
 pub struct Workspace {
     x: Vec<f32>,
-    selections: Vec<dsa::Selection>,
+    selections: Vec<Selection>,
     angles: Vec<(f32, f32)>, // (rows, d_rope / 2): sin and cos
     attention: mla::Scratch,
     feed_forward: moe::Scratch,
     head: Acts,
+    wanted: Vec<f32>, // (rows that ask for logits, d_model)
+    next: Vec<usize>, // next position of each sequence
     /// Time by phase, over all passes.
     pub profile: Profile,
 }
@@ -141,7 +144,8 @@ impl Model {
         compute: Compute,
         dir: Option<&Path>,
     ) -> Result<Self> {
-        let Bound { weights, experts, warnings } = weights::bind(&config, shards, options, dir)?;
+        let Bound { weights, experts, warnings } =
+            weights::bind(&config, shards, options, &compute, dir)?;
         let rope = Rope::new(config.rope_theta, config.d_rope);
         let limit = config.indexer.as_ref().filter(|_| options.no_indexer).map(|x| x.top_k);
         let max_context = limit.unwrap_or(usize::MAX).min(config.max_positions);
@@ -177,7 +181,7 @@ impl Model {
         control: &mut Control<'_>,
         out: &mut Output,
     ) -> Result<()> {
-        self.check_rows(rows, caches, 0)?;
+        self.check_rows(rows, caches, 0, &mut ws.next)?;
         let mut x = std::mem::take(&mut ws.x);
         x.resize(rows.len() * self.config.d_model, 0.0);
         self.embed(rows, &mut x);
@@ -213,7 +217,7 @@ impl Model {
         let (c, n) = (&self.config, self.config.n_layers);
         let Some(mtp) = &self.weights.mtp else { anyhow::bail!("this model has no MTP layer") };
         ensure!(hidden.len() == rows.len() * c.d_model, "one hidden state per row");
-        self.check_rows(rows, caches, n)?;
+        self.check_rows(rows, caches, n, &mut ws.next)?;
         let mut embedded = vec![0.0; rows.len() * c.d_model];
         self.embed(rows, &mut embedded);
         let mut z = Acts::default();
@@ -251,8 +255,15 @@ impl Model {
         Ok(())
     }
 
-    fn check_rows(&self, rows: &[Row], caches: &[&mut KvCache], layer: usize) -> Result<()> {
-        let mut next: Vec<usize> = caches.iter().map(|c| c.layer_len(layer)).collect();
+    fn check_rows(
+        &self,
+        rows: &[Row],
+        caches: &[&mut KvCache],
+        layer: usize,
+        next: &mut Vec<usize>,
+    ) -> Result<()> {
+        next.clear();
+        next.extend(caches.iter().map(|c| c.layer_len(layer)));
         for row in rows {
             ensure!(
                 (row.token as usize) < self.config.vocab,
@@ -354,9 +365,16 @@ impl Model {
         out.hidden.resize(x.len(), 0.0);
         let finite = self.compute.norm_rows(x, norm, self.config.rms_eps, &mut out.hidden);
         ensure!(finite, "the hidden state after the last layer is not finite");
-        let wanted = pass.rows.iter().zip(out.hidden.chunks(d)).filter(|(row, _)| row.logits);
-        let wanted: Vec<f32> = wanted.flat_map(|(_, h)| h).copied().collect();
-        self.logits(&wanted, pass.ws, &mut out.logits)
+        let mut wanted = std::mem::take(&mut pass.ws.wanted);
+        wanted.clear();
+        for (row, hidden) in pass.rows.iter().zip(out.hidden.chunks(d)) {
+            if row.logits {
+                wanted.extend_from_slice(hidden);
+            }
+        }
+        let result = self.logits(&wanted, pass.ws, &mut out.logits);
+        pass.ws.wanted = wanted;
+        result
     }
 }
 
@@ -372,8 +390,8 @@ impl Pass<'_, '_, '_> {
     /// Forgets the last pass' key choices and computes the rows' rotations, which all layers share.
     fn start(&mut self, rope: &Rope) {
         let ws = &mut *self.ws;
-        ws.selections.clear();
-        ws.selections.resize(self.rows.len(), None);
+        ws.selections.resize_with(self.rows.len(), Selection::default);
+        ws.selections.iter_mut().for_each(Selection::reset);
         ws.angles.clear();
         for row in self.rows {
             rope.angles(row.pos, &mut ws.angles);
@@ -381,7 +399,19 @@ impl Pass<'_, '_, '_> {
     }
 }
 
-impl Block<'_, '_> {
+/// The part of a block that tasks share.
+#[derive(Clone, Copy)]
+struct Shared<'a, 'c> {
+    rows: &'a [Row],
+    angles: &'a [(f32, f32)],
+    caches: &'a [&'c mut KvCache],
+}
+
+impl<'c> Block<'_, 'c> {
+    fn shared(&self) -> Shared<'_, 'c> {
+        Shared { rows: self.rows, angles: self.angles, caches: self.caches }
+    }
+
     fn check_cancel(&self) -> Result<()> {
         if self.cancel.is_some_and(|c| c.load(Ordering::Relaxed)) {
             return Err(Cancelled.into());

@@ -5,14 +5,17 @@
 //! rows were grouped.
 #![forbid(unsafe_code)]
 
-use anyhow::{Context, Result, ensure};
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::{Result, ensure};
 
 use super::config::Config;
 use super::weights::{FeedForward, Layer};
 use super::{Block, Model, Phase};
 use crate::experts::GatedMlp;
 use crate::kernels::{Acts, Input, math};
-use crate::pool::TileMut;
+use crate::pool::{Bands, TileMut};
 
 /// Rows of expert work held at a time: bounds scratch memory in prefill.
 const MAX_SLOTS: usize = 1024;
@@ -23,12 +26,40 @@ pub(super) struct Scratch {
     y: Acts,
     hidden: Acts,
     logits: Vec<f32>,
+    routes: Vec<(u32, f32)>, // (rows, top_k)
+    routed: Routed,
     slots: Vec<f32>,
     out: Vec<f32>,
 }
 
+/// Which rows go to which expert.
+#[derive(Default)]
+struct Routed {
+    /// (expert, row, weight), ascending: the order in which a row's outputs are added.
+    slots: Vec<(u32, u32, f32)>,
+    /// The rows of `slots`, in the same order.
+    picks: Vec<u32>,
+    /// The expert of each band of slots.
+    experts: Vec<u32>,
+    /// Where bands begin and end.
+    bounds: Vec<usize>,
+}
+
+thread_local! {
+    static TASK: RefCell<TaskScratch> = RefCell::default();
+}
+
+/// Buffers of one task.
+#[derive(Default)]
+struct TaskScratch {
+    up: Vec<f32>,
+    scores: Vec<f32>,
+    choice: Vec<f32>,
+    ids: Vec<u32>,
+}
+
 /// The experts of one row, by descending choice, with their weights.
-pub type Route = Vec<(u32, f32)>;
+pub type Route = [(u32, f32)];
 
 /// Adds the feed-forward output of the rows to their residual stream `x`.
 pub(super) fn feed_forward(
@@ -54,21 +85,18 @@ pub(super) fn feed_forward(
             let started = block.profile.start();
             s.logits.resize(n * c.n_experts, 0.0);
             compute.matmul(router, s.y.input(0).exact(), n, &mut s.logits);
-            let logits = &s.logits;
-            let of_row = |r: usize| route(c, &logits[r * c.n_experts..(r + 1) * c.n_experts], bias);
-            let routes = compute.pool.par_map(n, of_row).into_iter().collect::<Option<Vec<_>>>();
-            let routes =
-                routes.with_context(|| format!("layer {i}: a router score is not finite"))?;
+            let finite = choose(m, &s.logits, bias, &mut s.routes);
+            ensure!(finite, "layer {i}: a router score is not finite");
             block.profile.stop(Phase::Router, started);
             if let Some(observer) = &mut block.observer {
-                for (row, route) in block.rows.iter().zip(&routes) {
+                for (row, route) in block.rows.iter().zip(s.routes.chunks(c.top_k)) {
                     observer.routed(i, *row, route);
                 }
             }
             let started = block.profile.start();
             s.out.clear();
             s.out.resize(n * c.d_model, 0.0);
-            routed(m, i, &routes, block, s)?;
+            routed(m, i, block, s)?;
             block.profile.stop(Phase::Experts, started);
             let started = block.profile.start();
             if let Some(mlp) = shared {
@@ -88,85 +116,125 @@ fn add(x: &mut [f32], y: &[f32]) {
     }
 }
 
-/// Chooses experts for one row from its router logits. `None` if a score is not finite.
+/// Rows that choose their experts in one task.
+const CHOICES: usize = 16;
+
+/// Chooses the experts of every row from the router's logits. False if a score is not finite.
+fn choose(m: &Model, logits: &[f32], bias: &[f32], routes: &mut Vec<(u32, f32)>) -> bool {
+    let c = &m.config;
+    routes.clear();
+    routes.resize(logits.len() / c.n_experts * c.top_k, (0, 0.0));
+    let finite = AtomicBool::new(true);
+    m.compute.pool.par_chunks(routes, CHOICES * c.top_k, |t, routes| {
+        let logits = logits[t * CHOICES * c.n_experts..].chunks(c.n_experts);
+        TASK.with_borrow_mut(|task| {
+            for (route, logits) in routes.chunks_mut(c.top_k).zip(logits) {
+                if !choose_row(c, logits, bias, route, task) {
+                    finite.store(false, Ordering::Relaxed);
+                }
+            }
+        });
+    });
+    finite.into_inner()
+}
+
+/// Chooses the experts of one row. False if a score is not finite.
 ///
 /// Scores are sigmoid(logit); the choice adds the correction bias and is limited to the best groups, the weights are
 /// the plain scores.
-pub(super) fn route(c: &Config, logits: &[f32], bias: &[f32]) -> Option<Route> {
-    let scores: Vec<f32> = logits.iter().map(|&l| math::sigmoid(l)).collect();
-    let choice: Vec<f32> = scores.iter().zip(bias).map(|(s, b)| s + b).collect();
+fn choose_row(
+    c: &Config,
+    logits: &[f32],
+    bias: &[f32],
+    route: &mut Route,
+    task: &mut TaskScratch,
+) -> bool {
+    let TaskScratch { scores, choice, ids, .. } = task;
+    scores.clear();
+    scores.extend(logits.iter().map(|&l| math::sigmoid(l)));
+    choice.clear();
+    choice.extend(scores.iter().zip(bias).map(|(s, b)| s + b));
     if !choice.iter().all(|v| v.is_finite()) {
-        return None;
+        return false;
     }
-    // Descending choice, ties to the lower id.
-    let best = |ids: &mut Vec<u32>, by: &[f32], k: usize| {
-        ids.sort_unstable_by(|a, b| by[*b as usize].total_cmp(&by[*a as usize]).then(a.cmp(b)));
-        ids.truncate(k);
-    };
-    let mut ids: Vec<u32> = (0..c.n_experts as u32).collect();
+    ids.clear();
+    ids.extend(0..c.n_experts as u32);
     if c.n_group > 1 {
-        let size = c.n_experts / c.n_group;
-        let ranks: Vec<f32> = choice
-            .chunks(size)
-            .map(|group| {
-                let mut top = [f32::NEG_INFINITY; 2];
-                for &v in group {
-                    if v > top[0] {
-                        top = [v, top[0]];
-                    } else if v > top[1] {
-                        top[1] = v;
-                    }
-                }
-                if size > 1 { top[0] + top[1] } else { top[0] }
-            })
-            .collect();
-        let mut groups: Vec<u32> = (0..c.n_group as u32).collect();
-        best(&mut groups, &ranks, c.topk_group);
-        ids.retain(|&e| groups.contains(&(e / size as u32)));
+        limit_to_groups(c, choice, ids);
     }
-    best(&mut ids, &choice, c.top_k);
-    let mut weights: Vec<f32> = ids.iter().map(|&e| scores[e as usize]).collect();
-    if c.norm_topk {
-        let sum = weights.iter().fold(0.0f32, |a, w| a + w) + 1e-20;
-        weights.iter_mut().for_each(|w| *w /= sum);
+    best(ids, choice, c.top_k);
+    for (slot, &e) in route.iter_mut().zip(ids.iter()) {
+        *slot = (e, scores[e as usize]);
     }
-    Some(ids.into_iter().zip(weights.into_iter().map(|w| w * c.routed_scale)).collect())
+    let sum = match c.norm_topk {
+        true => route.iter().fold(0.0f32, |a, r| a + r.1) + 1e-20,
+        false => 1.0,
+    };
+    route.iter_mut().for_each(|r| r.1 = r.1 / sum * c.routed_scale);
+    true
+}
+
+/// Keeps the `k` best, by descending choice, ties to the lower id.
+fn best(ids: &mut Vec<u32>, by: &[f32], k: usize) {
+    let order = |a: &u32, b: &u32| by[*b as usize].total_cmp(&by[*a as usize]).then(a.cmp(b));
+    if k < ids.len() {
+        ids.select_nth_unstable_by(k, order);
+        ids.truncate(k);
+    }
+    ids.sort_unstable_by(order);
+}
+
+/// Keeps the experts of the best groups; a group is worth the sum of its two best choices.
+fn limit_to_groups(c: &Config, choice: &[f32], ids: &mut Vec<u32>) {
+    let size = c.n_experts / c.n_group;
+    let worth = |group: &[f32]| {
+        let mut top = [f32::NEG_INFINITY; 2];
+        for &v in group {
+            if v > top[0] {
+                top = [v, top[0]];
+            } else if v > top[1] {
+                top[1] = v;
+            }
+        }
+        if size > 1 { top[0] + top[1] } else { top[0] }
+    };
+    let ranks: Vec<f32> = choice.chunks(size).map(worth).collect();
+    let mut groups: Vec<u32> = (0..c.n_group as u32).collect();
+    best(&mut groups, &ranks, c.topk_group);
+    ids.retain(|&e| groups.contains(&(e / size as u32)));
 }
 
 /// Adds every row's routed experts to `s.out`, experts ascending.
-fn routed(
-    m: &Model,
-    i: usize,
-    routes: &[Route],
-    block: &Block<'_, '_>,
-    s: &mut Scratch,
-) -> Result<()> {
-    // (expert, row, weight), ascending: the order in which a row's outputs are added.
-    let mut slots: Vec<(u32, u32, f32)> = Vec::with_capacity(routes.len() * m.config.top_k);
-    for (row, route) in routes.iter().enumerate() {
-        slots.extend(route.iter().map(|&(e, w)| (e, row as u32, w)));
+fn routed(m: &Model, i: usize, block: &Block<'_, '_>, s: &mut Scratch) -> Result<()> {
+    let mut slots = std::mem::take(&mut s.routed.slots);
+    slots.clear();
+    for (row, route) in (0..).zip(s.routes.chunks(m.config.top_k)) {
+        slots.extend(route.iter().map(|&(e, w)| (e, row, w)));
     }
     slots.sort_unstable_by_key(|&(e, row, _)| (e, row));
-    let mut at = 0;
-    while at < slots.len() {
+    let result = slots.chunks(MAX_SLOTS).try_for_each(|part| {
         block.check_cancel()?;
-        let end = (at + MAX_SLOTS).min(slots.len());
-        routed_part(m, i, &slots[at..end], s)?;
-        at = end;
-    }
-    Ok(())
+        routed_part(m, i, part, s)
+    });
+    s.routed.slots = slots;
+    result
 }
 
 fn routed_part(m: &Model, i: usize, slots: &[(u32, u32, f32)], s: &mut Scratch) -> Result<()> {
     let (c, compute, kernels) = (&m.config, &m.compute, m.compute.kernels);
     let d = c.d_model;
-    let mut bounds = vec![0];
-    let mut experts: Vec<&GatedMlp> = Vec::new();
+    let Routed { picks, experts, bounds, .. } = &mut s.routed;
+    picks.clear();
+    picks.extend(slots.iter().map(|s| s.1));
+    experts.clear();
+    bounds.clear();
+    bounds.push(0);
     for same in slots.chunk_by(|a, b| a.0 == b.0) {
-        experts.push(m.experts.acquire(i, same[0].0 as usize)?);
+        m.experts.check(i, same[0].0 as usize)?;
+        experts.push(same[0].0);
         bounds.push(bounds[bounds.len() - 1] + same.len());
     }
-    let picks: Vec<u32> = slots.iter().map(|s| s.1).collect();
+    let expert = |band: usize| m.experts.get(i, experts[band] as usize);
     let mean_rows = slots.len().div_ceil(experts.len());
 
     let y = &s.y;
@@ -174,10 +242,10 @@ fn routed_part(m: &Model, i: usize, slots: &[(u32, u32, f32)], s: &mut Scratch) 
     compute.pool.par_tiles(
         s.hidden.fill(slots.len(), c.d_expert),
         c.d_expert,
-        &bounds,
+        Bands::Between(bounds),
         chunk,
         |band, mut tile| {
-            gate_up(m, experts[band], y.picked(&picks[tile.rows()]), &mut tile);
+            gate_up(m, expert(band), y.picked(&picks[tile.rows()]), &mut tile);
         },
     );
     ensure!(compute.prepare(&mut s.hidden), "layer {i}: an expert's hidden state is not finite");
@@ -185,19 +253,15 @@ fn routed_part(m: &Model, i: usize, slots: &[(u32, u32, f32)], s: &mut Scratch) 
     s.slots.resize(slots.len() * d, 0.0);
     let hidden = &s.hidden;
     let chunk = compute.chunk(d, c.d_expert * mean_rows, experts.len());
-    compute.pool.par_tiles(&mut s.slots, d, &bounds, chunk, |band, mut tile| {
-        kernels.matmul(
-            &experts[band].down.view(),
-            tile.cols().start,
-            &hidden.input(tile.rows().start),
-            &mut tile,
-        );
+    compute.pool.par_tiles(&mut s.slots, d, Bands::Between(bounds), chunk, |band, mut tile| {
+        let x = hidden.input(tile.rows().start);
+        kernels.matmul(&expert(band).down.view(), tile.cols().start, &x, &mut tile);
     });
     // Slots ascend by expert, so every element's chain runs in expert order; threads split the columns.
     let outputs = &s.slots;
     let rows = s.out.len() / d;
     let chunk = compute.chunk(d, slots.len(), 1);
-    compute.pool.par_tiles(&mut s.out, d, &[0, rows], chunk, |_, mut tile| {
+    compute.pool.par_tiles(&mut s.out, d, Bands::Every(rows), chunk, |_, mut tile| {
         let cols = tile.cols();
         for (&(_, row, weight), y) in slots.iter().zip(outputs.chunks(d)) {
             kernels.axpy(weight, &y[cols.clone()], tile.row(row as usize));
@@ -210,11 +274,14 @@ fn routed_part(m: &Model, i: usize, slots: &[(u32, u32, f32)], s: &mut Scratch) 
 fn gate_up(m: &Model, mlp: &GatedMlp, x: Input<'_>, tile: &mut TileMut<'_>) {
     let (kernels, cols) = (m.compute.kernels, tile.cols().len());
     kernels.matmul(&mlp.gate.view(), tile.cols().start, &x, tile);
-    let mut up = vec![0.0; tile.rows().len() * cols];
-    kernels.matmul(&mlp.up.view(), tile.cols().start, &x, &mut TileMut::whole(&mut up, cols));
-    for (r, up) in up.chunks(cols).enumerate() {
-        kernels.silu_mul(tile.row(r), up);
-    }
+    TASK.with_borrow_mut(|task| {
+        task.up.resize(tile.rows().len() * cols, 0.0);
+        let mut up = TileMut::whole(&mut task.up, cols);
+        kernels.matmul(&mlp.up.view(), tile.cols().start, &x, &mut up);
+        for (r, up) in task.up.chunks(cols).enumerate() {
+            kernels.silu_mul(tile.row(r), up);
+        }
+    });
 }
 
 /// A gated MLP over `n` rows of `y` into `out`.
@@ -229,7 +296,8 @@ fn gated(
 ) -> Result<()> {
     let (compute, width) = (&m.compute, mlp.gate.rows());
     let chunk = compute.chunk(width, 2 * mlp.gate.cols() * n, 1);
-    compute.pool.par_tiles(hidden.fill(n, width), width, &[0, n], chunk, |_, mut tile| {
+    let tiles = hidden.fill(n, width);
+    compute.pool.par_tiles(tiles, width, Bands::Every(n), chunk, |_, mut tile| {
         gate_up(m, mlp, y.input(0), &mut tile);
     });
     ensure!(compute.prepare(hidden), "layer {i}: the hidden state of the MLP is not finite");

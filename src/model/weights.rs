@@ -11,10 +11,11 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 
 use super::census::{Census, Found};
+use super::compute::Compute;
 use super::config::Config;
 use crate::experts::{Experts, GatedMlp};
-use crate::kernels::{FP8_BLOCK, Format, Kernels};
-use crate::store::{Bytes, Dtype, Mat, Scales, Shards, TensorRef, quant};
+use crate::kernels::{FP8_BLOCK, Format, Kernels, MatView};
+use crate::store::{Bytes, Dtype, Mat, Scales, Shards, TensorRef, quant, settle};
 
 /// What a tensor is for: decides how it is quantized and how the census groups it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -74,10 +75,53 @@ pub struct Attention {
     pub kv_a: Mat,
     /// (kv_rank)
     pub kv_a_norm: Vec<f32>,
-    /// (n_heads * (d_nope + d_v), kv_rank): per head its key rows, then its value rows
-    pub kv_b: Mat,
+    /// (n_heads * d_nope, kv_rank): the key half of `kv_b`, as stored because its rows are added, not multiplied
+    pub k_b: HeadRows,
+    /// (n_heads * d_v, kv_rank): the value half of `kv_b`
+    pub v_b: HeadRows,
     /// (d_model, n_heads * d_v)
     pub o: Mat,
+}
+
+/// Rows of a matrix that belong to heads.
+pub struct HeadRows {
+    mat: Mat,
+    first: usize,
+    stride: usize,
+}
+
+impl HeadRows {
+    /// Key and value rows of `kv_b`, which has per head its `d_nope` key rows, then its `d_v` value rows.
+    fn split(kv_b: &Mat, c: &Config) -> (Self, Self) {
+        let stride = c.d_nope + c.d_v;
+        let rows = |first: usize, n: usize| {
+            (0..c.n_heads).flat_map(move |h| h * stride + first..h * stride + first + n)
+        };
+        let part = |first: usize, n: usize| {
+            // Formats that are read as stored need no copy.
+            let own = kv_b.format().is_integer().then(|| kv_b.pick_rows(rows(first, n)));
+            match own.flatten() {
+                Some(mat) => Self { mat, first: 0, stride: n },
+                None => Self { mat: kv_b.clone(), first, stride },
+            }
+        };
+        (part(0, c.d_nope), part(c.d_nope, c.d_v))
+    }
+
+    /// What a dry pass binds.
+    fn none() -> Self {
+        Self { mat: no_mat(), first: 0, stride: 0 }
+    }
+
+    /// The matrix that holds the rows.
+    pub fn view(&self) -> MatView<'_> {
+        self.mat.view()
+    }
+
+    /// First row of a head.
+    pub fn row(&self, head: usize) -> usize {
+        head * self.stride + self.first
+    }
 }
 
 /// Indexer weights of one layer.
@@ -168,6 +212,16 @@ pub struct BindOptions {
     pub quantize: Option<Format>,
     /// Ignore an indexer that config promises: attention is dense and the context ends at its `top_k`.
     pub no_indexer: bool,
+    /// Bytes that weights may take. When all of them together are more, routed experts stay mapped as stored.
+    pub memory: u64,
+}
+
+/// What a pass that binds for real works with.
+#[derive(Clone, Copy)]
+struct Memory<'a> {
+    compute: &'a Compute,
+    /// Whether routed experts are moved too.
+    experts: bool,
 }
 
 /// Tensor name of a part of a routed expert.
@@ -219,7 +273,7 @@ pub fn quantized_format(
 /// # Errors
 /// A tensor has the wrong shape, size or type.
 pub fn census(config: &Config, shards: &Shards, options: BindOptions) -> Result<Census> {
-    let mut binder = Binder::new(config, shards, options, true);
+    let mut binder = Binder::new(config, shards, options, None);
     binder.bind()?;
     let used: HashSet<&str> = binder.found.iter().map(|f| f.name.as_str()).collect();
     let is_side = |n: &str| {
@@ -239,6 +293,7 @@ pub fn bind(
     config: &Config,
     shards: &Shards,
     options: BindOptions,
+    compute: &Compute,
     dir: Option<&Path>,
 ) -> Result<Bound> {
     let census = census(config, shards, options)?;
@@ -246,7 +301,17 @@ pub fn bind(
         let at = dir.map_or_else(String::new, |d| format!("{}: ", d.display()));
         bail!("{at}{}", census.explain_missing(config, shards, dir));
     }
-    let (weights, experts) = Binder::new(config, shards, options, false).bind()?;
+    let stored = |f: &Found| match options.quantize {
+        Some(wanted) if !f.format.is_integer() => {
+            let mtp = f.layer == Some(config.n_layers);
+            quantized_format(wanted, f.class, mtp, f.rows, f.cols)
+                .map_or(f.bytes, |format| format.total_bytes(f.rows, f.cols))
+        }
+        _ => f.bytes,
+    };
+    let total: u64 = census.found.iter().map(|f| stored(f) as u64).sum();
+    let memory = Memory { compute, experts: total <= options.memory };
+    let (weights, experts) = Binder::new(config, shards, options, Some(memory)).bind()?;
     Ok(Bound { weights, experts, warnings: census.warnings(config) })
 }
 
@@ -254,8 +319,8 @@ struct Binder<'a> {
     config: &'a Config,
     shards: &'a Shards,
     options: BindOptions,
-    /// Headers only.
-    dry: bool,
+    /// Where weights go; `None` is a dry pass, which looks at headers only.
+    memory: Option<Memory<'a>>,
     layer: Option<usize>,
     mtp: bool,
     found: Vec<Found>,
@@ -263,12 +328,17 @@ struct Binder<'a> {
 }
 
 impl<'a> Binder<'a> {
-    fn new(config: &'a Config, shards: &'a Shards, options: BindOptions, dry: bool) -> Self {
+    fn new(
+        config: &'a Config,
+        shards: &'a Shards,
+        options: BindOptions,
+        memory: Option<Memory<'a>>,
+    ) -> Self {
         Self {
             config,
             shards,
             options,
-            dry,
+            memory,
             layer: None,
             mtp: false,
             found: Vec::new(),
@@ -285,11 +355,12 @@ impl<'a> Binder<'a> {
             .collect::<Result<Vec<_>>>()?;
         self.layer = None;
         let norm = self.vector("model.norm.weight", c.d_model, Class::Norm)?;
-        let head = if c.tied && self.shards.find("lm_head.weight").is_none() {
+        let mut head = if c.tied && self.shards.find("lm_head.weight").is_none() {
             embed.clone()
         } else {
             self.mat("lm_head.weight", c.vocab, c.d_model, Class::Head)?
         };
+        self.settle(vec![&mut head])?;
         let mtp = self.mtp_layer(&mut experts)?;
         Ok((Weights { embed, layers, norm, head, mtp }, Experts::new(experts, expert_name)))
     }
@@ -301,7 +372,16 @@ impl<'a> Binder<'a> {
         let a = |s: &str| format!("model.layers.{i}.self_attn.{s}");
         let attn_norm = self.vector(&n("input_layernorm.weight"), c.d_model, Class::Norm)?;
         let class = Class::Attention;
-        let attn = Attention {
+        let kv_rows = c.n_heads * (c.d_nope + c.d_v);
+        let mut kv_b = self.mat(&a("kv_b_proj.weight"), kv_rows, c.kv_rank, class)?;
+        if !kv_b.format().is_integer() {
+            self.settle(vec![&mut kv_b])?;
+        }
+        let (k_b, v_b) = match self.memory {
+            Some(_) => HeadRows::split(&kv_b, c),
+            None => (HeadRows::none(), HeadRows::none()),
+        };
+        let mut attn = Attention {
             q_a: self.mat(&a("q_a_proj.weight"), c.q_rank, c.d_model, class)?,
             q_a_norm: self.vector(&a("q_a_layernorm.weight"), c.q_rank, Class::Norm)?,
             q_b: self.mat(
@@ -317,19 +397,15 @@ impl<'a> Binder<'a> {
                 class,
             )?,
             kv_a_norm: self.vector(&a("kv_a_layernorm.weight"), c.kv_rank, Class::Norm)?,
-            kv_b: self.mat(
-                &a("kv_b_proj.weight"),
-                c.n_heads * (c.d_nope + c.d_v),
-                c.kv_rank,
-                class,
-            )?,
+            k_b,
+            v_b,
             o: self.mat(&a("o_proj.weight"), c.d_model, c.n_heads * c.d_v, class)?,
         };
         // Containers in circulation leave the MTP layer's own indexer out; drafts are then made with dense attention.
         let its_own = |name: &str| layer_of(name) == Some(i) && is_indexer(name);
         let left_out = i == c.n_layers && !self.shards.names().any(its_own);
         let skip = self.options.no_indexer || left_out;
-        let indexer = match &c.indexer {
+        let mut indexer = match &c.indexer {
             Some(x) if c.scores_keys(i) && !skip => Some(Indexer {
                 q_b: self.mat(
                     &a("indexer.wq_b.weight"),
@@ -351,7 +427,7 @@ impl<'a> Binder<'a> {
         };
         let ff_norm = self.vector(&n("post_attention_layernorm.weight"), c.d_model, Class::Norm)?;
         let mut layer_experts = Vec::new();
-        let ff = if c.is_sparse(i) {
+        let mut ff = if c.is_sparse(i) {
             let router = self.mat(&n("mlp.gate.weight"), c.n_experts, c.d_model, Class::Router)?;
             let bias =
                 self.vector(&n("mlp.gate.e_score_correction_bias"), c.n_experts, Class::Router)?;
@@ -371,8 +447,35 @@ impl<'a> Binder<'a> {
         } else {
             FeedForward::Dense(self.gated(&n("mlp."), c.d_ff, Class::Dense)?)
         };
+        if self.memory.is_some_and(|m| m.experts) {
+            for (e, mlp) in layer_experts.iter().enumerate() {
+                for (part, mat) in mlp.parts() {
+                    mat.check_scales(&expert_name(i, e, part))?;
+                }
+            }
+            let mats: Vec<_> = layer_experts.iter_mut().flat_map(GatedMlp::mats).collect();
+            self.settle(mats)?;
+        }
         experts.push(layer_experts);
+        let mut mats =
+            vec![&mut attn.q_a, &mut attn.q_b, &mut attn.kv_a, &mut attn.v_b.mat, &mut attn.o];
+        if let Some(x) = &mut indexer {
+            mats.extend([&mut x.q_b, &mut x.k, &mut x.head_weights]);
+        }
+        match &mut ff {
+            FeedForward::Dense(mlp) => mats.extend(mlp.mats()),
+            FeedForward::Sparse { router, shared, .. } => {
+                mats.push(router);
+                mats.extend(shared.iter_mut().flat_map(GatedMlp::mats));
+            }
+        }
+        self.settle(mats)?;
         Ok(Layer { attn_norm, attn, indexer, ff_norm, ff })
+    }
+
+    /// Moves matrices into memory of their own; a dry pass has none.
+    fn settle(&self, mut mats: Vec<&mut Mat>) -> Result<()> {
+        self.memory.map_or(Ok(()), |m| settle(&mut mats, m.compute.kernels, &m.compute.pool))
     }
 
     fn gated(&mut self, prefix: &str, width: usize, class: Class) -> Result<GatedMlp> {
@@ -395,10 +498,13 @@ impl<'a> Binder<'a> {
         }
         self.mtp = true;
         let layer = self.decoder_layer(i, experts)?;
+        let mut eh =
+            self.mat(&n("eh_proj.weight"), c.d_model, 2 * c.d_model, Class::MtpProjection)?;
+        self.settle(vec![&mut eh])?;
         Ok(Some(Mtp {
             e_norm: self.vector(&n("enorm.weight"), c.d_model, Class::Norm)?,
             h_norm: self.vector(&n("hnorm.weight"), c.d_model, Class::Norm)?,
-            eh: self.mat(&n("eh_proj.weight"), c.d_model, 2 * c.d_model, Class::MtpProjection)?,
+            eh,
             layer,
             norm: self.vector(&n("shared_head.norm.weight"), c.d_model, Class::Norm)?,
         }))
@@ -414,7 +520,7 @@ impl<'a> Binder<'a> {
     }
 
     fn record(&mut self, name: &str, class: Class, rows: usize, cols: usize, format: Format) {
-        if self.dry {
+        if self.memory.is_none() {
             let bytes = format.total_bytes(rows, cols);
             self.found.push(Found {
                 name: name.to_owned(),
@@ -435,7 +541,7 @@ impl<'a> Binder<'a> {
             .with_context(|| format!("{}: dtype {:?}, expected BF16, F16 or F32", at(), t.dtype))?;
         ensure!(t.shape == [len], "{}: shape {:?}, expected [{len}] by config.json", at(), t.shape);
         self.record(name, class, 1, len, format);
-        if self.dry {
+        if self.memory.is_none() {
             return Ok(Vec::new());
         }
         let mat = Mat::new(format, 1, len, self.shards.bytes(t), no_scales());
@@ -453,13 +559,13 @@ impl<'a> Binder<'a> {
 
     fn mat(&mut self, name: &str, rows: usize, cols: usize, class: Class) -> Result<Mat> {
         let Some(t) = self.find(name) else {
-            return Ok(Mat::new(Format::F32, 0, 0, Bytes::owned(Vec::new(), ""), no_scales()));
+            return Ok(no_mat());
         };
         let Some(mat) = self.stored(name, t, rows, cols, class)? else {
-            return Ok(Mat::new(Format::F32, 0, 0, Bytes::owned(Vec::new(), ""), no_scales()));
+            return Ok(no_mat());
         };
         self.record(name, class, rows, cols, mat.format());
-        if self.dry {
+        if self.memory.is_none() {
             return Ok(mat);
         }
         if class != Class::Expert {
@@ -578,11 +684,15 @@ pub fn stored_mat(config: &Config, shards: &Shards, f: &Found) -> Result<Mat> {
     if f.rows == 1 && t.shape == [f.cols] && float_format(t.dtype).is_some() {
         return Ok(Mat::new(f.format, 1, f.cols, shards.bytes(t), no_scales()));
     }
-    let mut binder = Binder::new(config, shards, BindOptions::default(), true);
+    let mut binder = Binder::new(config, shards, BindOptions::default(), None);
     let mat = binder.stored(&f.name, t, f.rows, f.cols, f.class)?;
     let mat = mat.with_context(|| format!("{}: its scales are missing", f.name))?;
     mat.check_scales(&f.name)?;
     Ok(mat)
+}
+
+fn no_mat() -> Mat {
+    Mat::new(Format::F32, 0, 0, Bytes::owned(Vec::new(), ""), no_scales())
 }
 
 fn no_scales() -> Scales {

@@ -7,6 +7,7 @@
 
 mod header;
 pub mod quant;
+mod resident;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,6 +19,7 @@ use memmap2::Mmap;
 pub use safetensors::Dtype;
 
 pub use header::dtype_bytes;
+pub use resident::settle;
 
 use crate::kernels::{Format, MatView};
 
@@ -112,6 +114,15 @@ impl Bytes {
     pub fn path(&self) -> &Path {
         &self.file.path
     }
+
+    /// Tells the system that all of them will be read soon.
+    fn will_need(&self) {
+        #[cfg(unix)]
+        if let Data::Mapped(map) = &self.file.data {
+            // Advice only: a system that refuses it reads when the bytes are touched.
+            let _ = map.advise_range(memmap2::Advice::WillNeed, self.start, self.len());
+        }
+    }
 }
 
 /// The f32 scales of a matrix: read in place where the file aligns them, else copied when first used.
@@ -166,14 +177,24 @@ fn cast_f32(bytes: &[u8]) -> Option<&[f32]> {
     (head.is_empty() && tail.is_empty()).then_some(body)
 }
 
-/// One stored matrix, bound to its bytes.
+/// One matrix, bound to its bytes.
 #[derive(Clone)]
 pub struct Mat {
     format: Format,
     rows: usize,
     cols: usize,
-    codes: Bytes,
-    scales: Scales,
+    layout: Layout,
+    /// The file it came from, once it was moved into memory of its own.
+    origin: Option<Arc<Path>>,
+}
+
+/// How the bytes of a matrix lie.
+#[derive(Clone)]
+enum Layout {
+    /// As stored.
+    Rows { codes: Bytes, scales: Scales },
+    /// Strips of 16 rows, see `kernels::panel`.
+    Panels(Bytes),
 }
 
 impl Mat {
@@ -184,19 +205,48 @@ impl Mat {
     pub fn new(format: Format, rows: usize, cols: usize, codes: Bytes, scales: Scales) -> Self {
         assert_eq!(codes.len(), rows * format.row_bytes(cols), "codes of a {rows}×{cols} {format}");
         assert_eq!(scales.len(), format.n_scales(rows, cols), "scales of a {rows}×{cols} {format}");
-        Self { format, rows, cols, codes, scales }
+        Self { format, rows, cols, layout: Layout::Rows { codes, scales }, origin: None }
     }
 
     /// A borrowed view for kernels.
     #[inline]
     pub fn view(&self) -> MatView<'_> {
-        MatView::new(
-            self.format,
-            self.rows,
-            self.cols,
-            self.codes.as_slice(),
-            self.scales.as_slice(),
-        )
+        match &self.layout {
+            Layout::Rows { codes, scales } => {
+                MatView::new(self.format, self.rows, self.cols, codes.as_slice(), scales.as_slice())
+            }
+            Layout::Panels(strips) => {
+                MatView::panels(self.format, self.rows, self.cols, strips.as_slice())
+            }
+        }
+    }
+
+    /// The bytes of the codes as stored, or of the panels.
+    pub fn bytes(&self) -> &[u8] {
+        match &self.layout {
+            Layout::Rows { codes, .. } => codes.as_slice(),
+            Layout::Panels(strips) => strips.as_slice(),
+        }
+    }
+
+    /// Scales as stored; empty when the matrix lies in panels.
+    fn view_scales(&self) -> &[f32] {
+        match &self.layout {
+            Layout::Rows { scales, .. } => scales.as_slice(),
+            Layout::Panels(_) => &[],
+        }
+    }
+
+    /// A copy of these rows, in this order, for formats whose scales belong to rows; `None` for fp8 and for panels.
+    pub fn pick_rows(&self, rows: impl Iterator<Item = usize> + Clone) -> Option<Self> {
+        if self.format == Format::Fp8 || matches!(self.layout, Layout::Panels(_)) {
+            return None;
+        }
+        let view = self.view();
+        let codes: Vec<u8> = rows.clone().flat_map(|r| view.row_codes(r)).copied().collect();
+        let scales: Vec<f32> = rows.clone().flat_map(|r| view.row_scales(r)).copied().collect();
+        let codes = Bytes::owned(codes, &self.path().display().to_string());
+        Some(Self::new(self.format, rows.count(), self.cols, codes, Scales::owned(scales)))
     }
 
     /// Number of outputs.
@@ -216,7 +266,10 @@ impl Mat {
 
     /// The file that holds the codes.
     pub fn path(&self) -> &Path {
-        self.codes.path()
+        match (&self.origin, &self.layout) {
+            (Some(origin), _) => origin,
+            (None, Layout::Rows { codes: bytes, .. } | Layout::Panels(bytes)) => bytes.path(),
+        }
     }
 
     /// Bytes of codes and scales.
@@ -229,13 +282,14 @@ impl Mat {
     /// # Errors
     /// A scale is infinite or NaN.
     pub fn check_scales(&self, name: &str) -> Result<()> {
-        let bad = self.scales.as_slice().iter().position(|s| !s.is_finite());
+        let scales = self.view_scales();
+        let bad = scales.iter().position(|s| !s.is_finite());
         bad.map_or(Ok(()), |i| {
             bail!(
                 "{}: {name}: scale {i} of {} is {}, expected a finite number; the file is damaged",
                 self.path().display(),
-                self.scales.as_slice().len(),
-                self.scales.as_slice()[i]
+                scales.len(),
+                scales[i]
             )
         })
     }

@@ -10,7 +10,7 @@ const MAY_USE: [(&str, &[&str]); 12] = [
     ("sys", &[]),
     ("pool", &[]),
     ("kernels", &["pool"]),
-    ("store", &["kernels"]),
+    ("store", &["kernels", "pool"]),
     ("experts", &["store"]),
     ("tokenizer", &[]),
     ("template", &[]),

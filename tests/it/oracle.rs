@@ -16,7 +16,7 @@ const TOLERANCE: f32 = 1e-4;
 #[derive(Default)]
 struct Trace {
     hidden: BTreeMap<(usize, usize), Vec<f32>>,
-    routes: BTreeMap<(usize, usize), Route>,
+    routes: BTreeMap<(usize, usize), Vec<(u32, f32)>>,
     keys: BTreeMap<(usize, usize), Vec<u32>>,
 }
 
@@ -26,7 +26,7 @@ impl Observer for Trace {
     }
 
     fn routed(&mut self, layer: usize, row: Row, route: &Route) {
-        self.routes.insert((layer, row.pos), route.clone());
+        self.routes.insert((layer, row.pos), route.to_vec());
     }
 
     fn selected(&mut self, layer: usize, row: Row, keys: KeySet<'_>) {
@@ -124,7 +124,7 @@ fn check_route(at: &str, got: &Route, want: &serde_json::Value) {
     let want_ids = ids(&want["ids"]);
     let weights: Vec<f32> =
         want["weights"].as_array().unwrap().iter().map(|w| w.as_f64().unwrap() as f32).collect();
-    let mut got = got.clone();
+    let mut got = got.to_vec();
     got.sort_by(|a, b| b.1.total_cmp(&a.1));
     assert_eq!(got.iter().map(|r| r.0).collect::<Vec<_>>(), want_ids, "{at}: experts");
     for ((_, got), want) in got.iter().zip(weights) {

@@ -1,4 +1,4 @@
-//! `glm bench`: prefill and decode speed at given lengths.
+//! `glm bench model`: prefill and decode speed at given lengths.
 #![forbid(unsafe_code)]
 
 use std::io::Write;
@@ -8,8 +8,11 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::{Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, round};
-use crate::cli::BenchArgs;
+use super::middle;
+use crate::cli::BenchModelArgs;
+use crate::commands::{
+    Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, round, version,
+};
 use crate::engine::Engine;
 use crate::model::Cancelled;
 use crate::sample::argmax;
@@ -23,7 +26,7 @@ struct Measured {
 }
 
 /// Runs the command.
-pub(super) fn bench(args: &BenchArgs) -> Result<Outcome> {
+pub(super) fn measure_model(args: &BenchModelArgs) -> Result<Outcome> {
     let cancel = cancel_flag()?;
     let engine = open_engine(&args.engine)?;
     let generate = args.generate as usize;
@@ -37,14 +40,14 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Outcome> {
     }
     let bar = progress_bar(
         args.engine.quiet,
-        Some(args.prompt.len() as u64 * u64::from(args.reps + 1)),
+        Some(args.prompt.len() as u64 * u64::from(args.report.reps + 1)),
         "measuring",
     );
     let mut rows = Vec::new();
     for &prompt in &args.prompt {
         let mut m = Measured { prompt: prompt as usize, prefill: Vec::new(), decode: Vec::new() };
         // The first repeat warms caches up and is not counted.
-        for rep in 0..=args.reps {
+        for rep in 0..=args.report.reps {
             let measured = measure(&engine, prompt as usize, generate, cancel);
             let (prefill, decode) = match measured {
                 Err(e) if e.is::<Cancelled>() => return Ok(Outcome::Interrupted),
@@ -61,7 +64,7 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Outcome> {
         rows.push(m);
     }
     bar.finish_and_clear();
-    if args.json {
+    if args.report.json {
         print_json(&report_json(&engine, args, &rows))?;
     } else {
         let text = report(&engine, args, &rows);
@@ -102,21 +105,16 @@ fn random_ids(n: usize, vocab: usize) -> Vec<u32> {
     (0..n).map(next).collect()
 }
 
-fn median(sorted: &[f64]) -> f64 {
-    let n = sorted.len();
-    if n == 0 { 0.0 } else { (sorted[(n - 1) / 2] + sorted[n / 2]) / 2.0 }
-}
-
-fn report(engine: &Engine, args: &BenchArgs, rows: &[Measured]) -> String {
+fn report(engine: &Engine, args: &BenchModelArgs, rows: &[Measured]) -> String {
     let mut s = format!(
         "{}; {}; median (min–max) of {}\n",
         sys::cpu_name(),
         engine.describe_compute(),
-        args.reps
+        args.report.reps
     );
     s +=
         &format!("{:>7} {:>6}  {:>28}  {:>28}\n", "prompt", "gen", "prefill tok/s", "decode tok/s");
-    let span = |v: &[f64]| format!("{:.1} ({:.1}–{:.1})", median(v), v[0], v[v.len() - 1]);
+    let span = |v: &[f64]| format!("{:.1} ({:.1}–{:.1})", middle(v), v[0], v[v.len() - 1]);
     for m in rows {
         s += &format!(
             "{:>7} {:>6}  {:>28}  {:>28}\n",
@@ -129,19 +127,19 @@ fn report(engine: &Engine, args: &BenchArgs, rows: &[Measured]) -> String {
     s
 }
 
-fn report_json(engine: &Engine, args: &BenchArgs, rows: &[Measured]) -> Value {
-    let span = |v: &[f64]| json!({"median": round(median(v), 2), "min": round(v[0], 2), "max": round(v[v.len() - 1], 2)});
+fn report_json(engine: &Engine, args: &BenchModelArgs, rows: &[Measured]) -> Value {
+    let span = |v: &[f64]| json!({"median": round(middle(v), 2), "min": round(v[0], 2), "max": round(v[v.len() - 1], 2)});
     let rows: Vec<Value> = rows
         .iter()
         .map(|m| json!({"prompt": m.prompt, "gen": args.generate, "prefill_tok_s": span(&m.prefill), "decode_tok_s": span(&m.decode)}))
         .collect();
     json!({
-        "version": super::version(),
+        "version": version(),
         "cpu": sys::cpu_name(),
         "model": engine.label(),
         "kernels": engine.model.compute.kernels.isa().name(),
         "threads": engine.model.compute.pool.threads(),
-        "reps": args.reps,
+        "reps": args.report.reps,
         "peak_rss_bytes": sys::peak_rss_bytes(),
         "rows": rows,
     })
