@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod container;
 mod convert;
 mod inspect;
 mod run;
