@@ -2,7 +2,8 @@
 //!
 //! Binding runs twice over the same code: first dry, which looks at headers only and collects what is missing, then for
 //! real, which reads the vectors, checks the scales of resident matrices and quantizes if asked. So nothing is read
-//! before everything is known to be there and to have the right size.
+//! before everything is known to be there and to have the right size. The same code without files is the list of what
+//! a model has ([`tensors`]).
 #![forbid(unsafe_code)]
 
 use std::collections::HashSet;
@@ -185,6 +186,16 @@ pub fn is_indexer(name: &str) -> bool {
     name.contains(".self_attn.indexer.")
 }
 
+/// What a tensor is a part of: the name without its last two words. An expert's matrices share it.
+pub fn module_of(name: &str) -> Option<&str> {
+    name.rsplitn(3, '.').nth(2)
+}
+
+/// Whether a tensor is added to something, not multiplied with it.
+pub fn is_bias(name: &str) -> bool {
+    name.ends_with("bias")
+}
+
 /// Whether a tensor holds all experts of a layer, a form that is not read.
 pub fn is_fused_experts(name: &str) -> bool {
     name.ends_with("mlp.experts.gate_up_proj")
@@ -214,12 +225,25 @@ pub fn quantized_format(
     Some(quant::writable(format, rows, cols))
 }
 
+/// All tensors of a complete model of this config, MTP layer and indexers included where it promises them, in the
+/// formats that they have in a container of `wanted`. No files are looked at.
+///
+/// # Errors
+/// Never for a config that was parsed.
+pub fn tensors(config: &Config, wanted: Format) -> Result<Vec<Found>> {
+    let options = BindOptions { quantize: Some(wanted), no_indexer: false };
+    let none = Shards::from_static(&[])?;
+    let mut binder = Binder::new(config, &none, options, Stage::List);
+    binder.bind()?;
+    Ok(binder.found)
+}
+
 /// Looks at headers only: what is there, what is missing.
 ///
 /// # Errors
 /// A tensor has the wrong shape, size or type.
 pub fn census(config: &Config, shards: &Shards, options: BindOptions) -> Result<Census> {
-    let mut binder = Binder::new(config, shards, options, true);
+    let mut binder = Binder::new(config, shards, options, Stage::Headers);
     binder.bind()?;
     let used: HashSet<&str> = binder.found.iter().map(|f| f.name.as_str()).collect();
     let is_side = |n: &str| {
@@ -246,16 +270,26 @@ pub fn bind(
         let at = dir.map_or_else(String::new, |d| format!("{}: ", d.display()));
         bail!("{at}{}", census.explain_missing(config, shards, dir));
     }
-    let (weights, experts) = Binder::new(config, shards, options, false).bind()?;
+    let (weights, experts) = Binder::new(config, shards, options, Stage::Load).bind()?;
     Ok(Bound { weights, experts, warnings: census.warnings(config) })
+}
+
+/// What a walk over the model's tensors does.
+#[derive(Clone, Copy, PartialEq)]
+enum Stage {
+    /// Names them; there are no files.
+    List,
+    /// Looks them up and checks shapes and sizes.
+    Headers,
+    /// Reads and keeps them.
+    Load,
 }
 
 struct Binder<'a> {
     config: &'a Config,
     shards: &'a Shards,
     options: BindOptions,
-    /// Headers only.
-    dry: bool,
+    stage: Stage,
     layer: Option<usize>,
     mtp: bool,
     found: Vec<Found>,
@@ -263,12 +297,12 @@ struct Binder<'a> {
 }
 
 impl<'a> Binder<'a> {
-    fn new(config: &'a Config, shards: &'a Shards, options: BindOptions, dry: bool) -> Self {
+    fn new(config: &'a Config, shards: &'a Shards, options: BindOptions, stage: Stage) -> Self {
         Self {
             config,
             shards,
             options,
-            dry,
+            stage,
             layer: None,
             mtp: false,
             found: Vec::new(),
@@ -327,7 +361,7 @@ impl<'a> Binder<'a> {
         };
         // Containers in circulation leave the MTP layer's own indexer out; drafts are then made with dense attention.
         let its_own = |name: &str| layer_of(name) == Some(i) && is_indexer(name);
-        let left_out = i == c.n_layers && !self.shards.names().any(its_own);
+        let left_out = i == c.n_layers && !self.has(its_own);
         let skip = self.options.no_indexer || left_out;
         let indexer = match &c.indexer {
             Some(x) if c.scores_keys(i) && !skip => Some(Indexer {
@@ -390,7 +424,7 @@ impl<'a> Binder<'a> {
         let c = self.config;
         let i = c.n_layers;
         let n = |s: &str| format!("model.layers.{i}.{s}");
-        if !c.mtp || !self.shards.names().any(|name| layer_of(name) == Some(i)) {
+        if !c.mtp || !self.has(|name| layer_of(name) == Some(i)) {
             return Ok(None);
         }
         self.mtp = true;
@@ -404,6 +438,11 @@ impl<'a> Binder<'a> {
         }))
     }
 
+    /// Whether there is a tensor with such a name; a list has everything.
+    fn has(&self, wanted: impl Fn(&str) -> bool) -> bool {
+        self.stage == Stage::List || self.shards.names().any(wanted)
+    }
+
     /// The tensor, or its name on the list of missing ones.
     fn find(&mut self, name: &str) -> Option<&'a TensorRef> {
         let t = self.shards.find(name);
@@ -414,7 +453,7 @@ impl<'a> Binder<'a> {
     }
 
     fn record(&mut self, name: &str, class: Class, rows: usize, cols: usize, format: Format) {
-        if self.dry {
+        if self.stage != Stage::Load {
             let bytes = format.total_bytes(rows, cols);
             self.found.push(Found {
                 name: name.to_owned(),
@@ -429,13 +468,17 @@ impl<'a> Binder<'a> {
     }
 
     fn vector(&mut self, name: &str, len: usize, class: Class) -> Result<Vec<f32>> {
+        if self.stage == Stage::List {
+            self.record(name, class, 1, len, Format::F32);
+            return Ok(Vec::new());
+        }
         let Some(t) = self.find(name) else { return Ok(Vec::new()) };
         let at = || format!("{}: {name}", self.shards.path(t).display());
         let format = float_format(t.dtype)
             .with_context(|| format!("{}: dtype {:?}, expected BF16, F16 or F32", at(), t.dtype))?;
         ensure!(t.shape == [len], "{}: shape {:?}, expected [{len}] by config.json", at(), t.shape);
         self.record(name, class, 1, len, format);
-        if self.dry {
+        if self.stage == Stage::Headers {
             return Ok(Vec::new());
         }
         let mat = Mat::new(format, 1, len, self.shards.bytes(t), no_scales());
@@ -452,33 +495,26 @@ impl<'a> Binder<'a> {
     }
 
     fn mat(&mut self, name: &str, rows: usize, cols: usize, class: Class) -> Result<Mat> {
-        let Some(t) = self.find(name) else {
-            return Ok(Mat::new(Format::F32, 0, 0, Bytes::owned(Vec::new(), ""), no_scales()));
-        };
-        let Some(mat) = self.stored(name, t, rows, cols, class)? else {
-            return Ok(Mat::new(Format::F32, 0, 0, Bytes::owned(Vec::new(), ""), no_scales()));
-        };
+        let mtp = self.layer == Some(self.config.n_layers);
+        let quantized =
+            self.options.quantize.and_then(|to| quantized_format(to, class, mtp, rows, cols));
+        if self.stage == Stage::List {
+            let format = quantized.unwrap_or_else(|| published_format(class));
+            self.record(name, class, rows, cols, format);
+            return Ok(no_mat());
+        }
+        let Some(t) = self.find(name) else { return Ok(no_mat()) };
+        let Some(mat) = self.stored(name, t, rows, cols, class)? else { return Ok(no_mat()) };
         self.record(name, class, rows, cols, mat.format());
-        if self.dry {
+        if self.stage == Stage::Headers {
             return Ok(mat);
         }
         if class != Class::Expert {
             mat.check_scales(name)?;
         }
-        match self.options.quantize {
-            Some(wanted) if !mat.format().is_integer() => {
-                let Some(format) = quantized_format(
-                    wanted,
-                    class,
-                    self.layer == Some(self.config.n_layers),
-                    rows,
-                    cols,
-                ) else {
-                    return Ok(mat);
-                };
-                requantize(&mat, format)
-                    .with_context(|| format!("{}: {name}", mat.path().display()))
-            }
+        match quantized {
+            Some(format) if !mat.format().is_integer() => requantize(&mat, format)
+                .with_context(|| format!("{}: {name}", mat.path().display())),
             _ => Ok(mat),
         }
     }
@@ -578,11 +614,23 @@ pub fn stored_mat(config: &Config, shards: &Shards, f: &Found) -> Result<Mat> {
     if f.rows == 1 && t.shape == [f.cols] && float_format(t.dtype).is_some() {
         return Ok(Mat::new(f.format, 1, f.cols, shards.bytes(t), no_scales()));
     }
-    let mut binder = Binder::new(config, shards, BindOptions::default(), true);
+    let mut binder = Binder::new(config, shards, BindOptions::default(), Stage::Headers);
     let mat = binder.stored(&f.name, t, f.rows, f.cols, f.class)?;
     let mat = mat.with_context(|| format!("{}: its scales are missing", f.name))?;
     mat.check_scales(&f.name)?;
     Ok(mat)
+}
+
+/// What containers keep of a matrix that is not quantized: f32 for small ones, the published width for large ones.
+fn published_format(class: Class) -> Format {
+    match class {
+        Class::Norm | Class::Router | Class::HeadWeights => Format::F32,
+        _ => Format::Bf16,
+    }
+}
+
+fn no_mat() -> Mat {
+    Mat::new(Format::F32, 0, 0, Bytes::owned(Vec::new(), ""), no_scales())
 }
 
 fn no_scales() -> Scales {
