@@ -7,6 +7,7 @@
 
 mod header;
 pub mod quant;
+pub mod random;
 
 use std::collections::HashMap;
 use std::fs::File;
