@@ -308,7 +308,7 @@ fn help_and_version_are_complete() {
             && version.contains("portable"),
         "{version}"
     );
-    for command in ["run", "score", "inspect", "convert", "bench"] {
+    for command in ["run", "score", "inspect", "convert", "bench", "synth"] {
         let help = stdout(&run(&[command, "--help"]));
         assert!(help.contains("Example"), "{command} --help has an example");
         assert!(help.lines().all(|l| l.len() < 200), "{command} --help");
