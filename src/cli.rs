@@ -39,6 +39,8 @@ pub enum Command {
     /// Measures a model, kernels, a drive or the thread pool
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Writes a model of real layer shapes with random weights, to measure speed with
+    Synth(SynthArgs),
     /// Prints a completion script for a shell
     Completions {
         /// Shell to complete for
@@ -400,6 +402,62 @@ fn shape(s: &str) -> Result<String, String> {
         Some((r, c)) if side(r).is_some() && side(c).is_some() => Ok(s.to_owned()),
         _ => Err("expected ROWSxCOLS, for example 2048x6144".to_owned()),
     }
+}
+
+/// `glm synth`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+A speed measured with such a model is that of a real one with the same layers; what it says is noise. The same options
+give the same bytes on every machine. Formats are chosen as in `glm convert`; the tokenizer is the built-in model's.
+
+Examples:
+  glm synth --preset glm-5.2 --layers 5 --experts 32 --vocab 8192 /tmp/synth    one dense and four sparse layers, 3.5 GB
+  glm synth --preset glm-5.2 --dense 3 --mtp /mnt/big/synth                     all of GLM-5.2, 429 GB
+  glm bench model --model /tmp/synth")]
+pub struct SynthArgs {
+    /// Directory to write; made if absent
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Whose layer shapes to take
+    #[arg(long, value_enum)]
+    pub preset: PresetArg,
+    /// Decoder layers; default is the preset's
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=128))]
+    pub layers: Option<u32>,
+    /// How many of the first layers are dense; GLM-5.2 has 3 of 78
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub dense: u32,
+    /// Routed experts per sparse layer; default is the preset's
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub experts: Option<u32>,
+    /// Rows of embedding and head; default is the preset's
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
+    pub vocab: Option<u32>,
+    /// Format of the large matrices: int8, int4-row, int4-gN, int3, int2 or fp8
+    #[arg(long, value_name = "FORMAT", default_value = "int4-g64")]
+    pub format: Format,
+    /// Add the MTP layer
+    #[arg(long)]
+    pub mtp: bool,
+    /// Seed of the random weights
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Print no notes or progress
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+/// Models whose layer shapes are known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PresetArg {
+    /// GLM-5.2: 78 layers, 256 experts, 744 B parameters
+    #[value(name = "glm-5.2")]
+    Glm52,
+    /// The built-in model: 5 layers, 16 experts, 12 M parameters
+    Tiny,
 }
 
 /// A number from `LOW` to `HIGH`.

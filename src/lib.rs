@@ -24,7 +24,7 @@
 //! | [`model`] | config, weights by name, attention, indexer, experts' arithmetic, cache, the layer loop |
 //! | [`tokenizer`], [`template`], [`sample`] | text to ids and back; messages to text; logits to ids. They do not see each other or the model |
 //! | [`experts`] | the one way to reach expert weights |
-//! | [`store`] | model files: headers, tensors, formats, packing |
+//! | [`store`] | model files: headers, tensors, formats, packing, random matrices |
 //! | [`kernels`] | arithmetic on rows, one table per instruction set |
 //! | [`pool`] | fork-join; the only spawner of compute threads |
 //! | [`sys`] | what differs between operating systems |

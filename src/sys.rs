@@ -1,4 +1,4 @@
-//! What differs between operating systems: cores this process may use, peak memory.
+//! What differs between operating systems: cores this process may use, peak memory, free disk space.
 //!
 //! Everything here has a portable fallback; nothing here knows the model.
 #![forbid(unsafe_code)]
@@ -143,6 +143,20 @@ pub fn read_exact_at(file: &File, buffer: &mut [u8], at: u64) -> io::Result<()> 
     }
 }
 
+/// Bytes that this process may still write where `dir` lies; `None` when the system does not tell.
+pub fn free_bytes(dir: &Path) -> Option<u64> {
+    #[cfg(unix)]
+    {
+        let fs = rustix::fs::statvfs(dir).ok()?;
+        fs.f_bavail.checked_mul(fs.f_frsize)
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = dir;
+        None
+    }
+}
+
 /// Name of this CPU, for reports.
 pub fn cpu_name() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -164,5 +178,12 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn peak_rss_is_plausible() {
         assert!(peak_rss_bytes() > 1 << 20);
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn free_space_is_known_where_a_directory_is() {
+        assert!(free_bytes(Path::new(".")).is_some());
+        assert_eq!(free_bytes(Path::new("no such directory")), None);
     }
 }

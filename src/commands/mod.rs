@@ -4,10 +4,12 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod container;
 mod convert;
 mod inspect;
 mod run;
 mod score;
+mod synth;
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Read, Write};
@@ -59,6 +61,7 @@ pub fn dispatch(command: Command) -> Result<Outcome> {
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Convert(args) => convert::convert(&args),
         Command::Bench(what) => bench::bench(&what),
+        Command::Synth(args) => synth::synth(&args),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "glm", &mut script);

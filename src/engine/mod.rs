@@ -112,10 +112,10 @@ struct SideFiles<'a> {
 }
 
 /// The demonstration model that is compiled in: its files, made by `tools/make-builtin.sh`.
-mod builtin {
-    pub(super) const CONFIG: &[u8] = include_bytes!("../../models/tiny/config.json");
-    pub(super) const TOKENIZER: &[u8] = include_bytes!("../../models/tiny/tokenizer.json");
-    pub(super) const GENERATION: &[u8] = include_bytes!("../../models/tiny/generation_config.json");
+pub(crate) mod builtin {
+    pub(crate) const CONFIG: &[u8] = include_bytes!("../../models/tiny/config.json");
+    pub(crate) const TOKENIZER: &[u8] = include_bytes!("../../models/tiny/tokenizer.json");
+    pub(crate) const GENERATION: &[u8] = include_bytes!("../../models/tiny/generation_config.json");
     pub(super) const TEMPLATE: &[u8] = include_bytes!("../../models/tiny/chat_template.jinja");
     pub(super) const SHARDS: [(&str, &[u8]); 3] = [
         (

@@ -9,7 +9,7 @@ use super::weights::{self, Class};
 use crate::kernels::Format;
 use crate::store::Shards;
 
-/// One tensor as found, for the census and for conversion.
+/// One tensor as found, for the census and for conversion, or as a complete model has it ([`weights::tensors`]).
 #[derive(Clone, Debug)]
 pub struct Found {
     /// Checkpoint name.

@@ -2,7 +2,8 @@
 //!
 //! Binding runs twice over the same code: first dry, which looks at headers only and collects what is missing, then for
 //! real, which reads the vectors, checks the scales of resident matrices and quantizes if asked. So nothing is read
-//! before everything is known to be there and to have the right size.
+//! before everything is known to be there and to have the right size. The same code without files is the list of what
+//! a model has ([`tensors`]).
 #![forbid(unsafe_code)]
 
 use std::collections::HashSet;
@@ -108,7 +109,7 @@ impl HeadRows {
         (part(0, c.d_nope), part(c.d_nope, c.d_v))
     }
 
-    /// What a dry pass binds.
+    /// What the stages before loading bind.
     fn none() -> Self {
         Self { mat: no_mat(), first: 0, stride: 0 }
     }
@@ -239,6 +240,16 @@ pub fn is_indexer(name: &str) -> bool {
     name.contains(".self_attn.indexer.")
 }
 
+/// What a tensor is a part of: the name without its last two words. An expert's matrices share it.
+pub fn module_of(name: &str) -> Option<&str> {
+    name.rsplitn(3, '.').nth(2)
+}
+
+/// Whether a tensor is added to something, not multiplied with it.
+pub fn is_bias(name: &str) -> bool {
+    name.ends_with("bias")
+}
+
 /// Whether a tensor holds all experts of a layer, a form that is not read.
 pub fn is_fused_experts(name: &str) -> bool {
     name.ends_with("mlp.experts.gate_up_proj")
@@ -268,12 +279,25 @@ pub fn quantized_format(
     Some(quant::writable(format, rows, cols))
 }
 
+/// All tensors of a complete model of this config, MTP layer and indexers included where it promises them, in the
+/// formats that they have in a container of `wanted`. No files are looked at.
+///
+/// # Errors
+/// Never for a config that was parsed.
+pub fn tensors(config: &Config, wanted: Format) -> Result<Vec<Found>> {
+    let options = BindOptions { quantize: Some(wanted), ..BindOptions::default() };
+    let none = Shards::from_static(&[])?;
+    let mut binder = Binder::new(config, &none, options, Stage::List);
+    binder.bind()?;
+    Ok(binder.found)
+}
+
 /// Looks at headers only: what is there, what is missing.
 ///
 /// # Errors
 /// A tensor has the wrong shape, size or type.
 pub fn census(config: &Config, shards: &Shards, options: BindOptions) -> Result<Census> {
-    let mut binder = Binder::new(config, shards, options, None);
+    let mut binder = Binder::new(config, shards, options, Stage::Headers);
     binder.bind()?;
     let used: HashSet<&str> = binder.found.iter().map(|f| f.name.as_str()).collect();
     let is_side = |n: &str| {
@@ -311,16 +335,26 @@ pub fn bind(
     };
     let total: u64 = census.found.iter().map(|f| stored(f) as u64).sum();
     let memory = Memory { compute, experts: total <= options.memory };
-    let (weights, experts) = Binder::new(config, shards, options, Some(memory)).bind()?;
+    let (weights, experts) = Binder::new(config, shards, options, Stage::Load(memory)).bind()?;
     Ok(Bound { weights, experts, warnings: census.warnings(config) })
+}
+
+/// What a walk over the model's tensors does.
+#[derive(Clone, Copy)]
+enum Stage<'a> {
+    /// Names them; there are no files.
+    List,
+    /// Looks them up and checks shapes and sizes.
+    Headers,
+    /// Reads them into memory.
+    Load(Memory<'a>),
 }
 
 struct Binder<'a> {
     config: &'a Config,
     shards: &'a Shards,
     options: BindOptions,
-    /// Where weights go; `None` is a dry pass, which looks at headers only.
-    memory: Option<Memory<'a>>,
+    stage: Stage<'a>,
     layer: Option<usize>,
     mtp: bool,
     found: Vec<Found>,
@@ -328,17 +362,12 @@ struct Binder<'a> {
 }
 
 impl<'a> Binder<'a> {
-    fn new(
-        config: &'a Config,
-        shards: &'a Shards,
-        options: BindOptions,
-        memory: Option<Memory<'a>>,
-    ) -> Self {
+    fn new(config: &'a Config, shards: &'a Shards, options: BindOptions, stage: Stage<'a>) -> Self {
         Self {
             config,
             shards,
             options,
-            memory,
+            stage,
             layer: None,
             mtp: false,
             found: Vec::new(),
@@ -372,38 +401,26 @@ impl<'a> Binder<'a> {
         let a = |s: &str| format!("model.layers.{i}.self_attn.{s}");
         let attn_norm = self.vector(&n("input_layernorm.weight"), c.d_model, Class::Norm)?;
         let class = Class::Attention;
+        let mut q_a = self.mat(&a("q_a_proj.weight"), c.q_rank, c.d_model, class)?;
+        let q_a_norm = self.vector(&a("q_a_layernorm.weight"), c.q_rank, Class::Norm)?;
+        let q_rows = c.n_heads * (c.d_nope + c.d_rope);
+        let mut q_b = self.mat(&a("q_b_proj.weight"), q_rows, c.q_rank, class)?;
+        let kv_width = c.kv_rank + c.d_rope;
+        let mut kv_a = self.mat(&a("kv_a_proj_with_mqa.weight"), kv_width, c.d_model, class)?;
+        let kv_a_norm = self.vector(&a("kv_a_layernorm.weight"), c.kv_rank, Class::Norm)?;
         let kv_rows = c.n_heads * (c.d_nope + c.d_v);
         let mut kv_b = self.mat(&a("kv_b_proj.weight"), kv_rows, c.kv_rank, class)?;
+        let mut o = self.mat(&a("o_proj.weight"), c.d_model, c.n_heads * c.d_v, class)?;
         if !kv_b.format().is_integer() {
             self.settle(vec![&mut kv_b])?;
         }
-        let (k_b, v_b) = match self.memory {
+        let (k_b, mut v_b) = match self.memory() {
             Some(_) => HeadRows::split(&kv_b, c),
             None => (HeadRows::none(), HeadRows::none()),
         };
-        let mut attn = Attention {
-            q_a: self.mat(&a("q_a_proj.weight"), c.q_rank, c.d_model, class)?,
-            q_a_norm: self.vector(&a("q_a_layernorm.weight"), c.q_rank, Class::Norm)?,
-            q_b: self.mat(
-                &a("q_b_proj.weight"),
-                c.n_heads * (c.d_nope + c.d_rope),
-                c.q_rank,
-                class,
-            )?,
-            kv_a: self.mat(
-                &a("kv_a_proj_with_mqa.weight"),
-                c.kv_rank + c.d_rope,
-                c.d_model,
-                class,
-            )?,
-            kv_a_norm: self.vector(&a("kv_a_layernorm.weight"), c.kv_rank, Class::Norm)?,
-            k_b,
-            v_b,
-            o: self.mat(&a("o_proj.weight"), c.d_model, c.n_heads * c.d_v, class)?,
-        };
         // Containers in circulation leave the MTP layer's own indexer out; drafts are then made with dense attention.
         let its_own = |name: &str| layer_of(name) == Some(i) && is_indexer(name);
-        let left_out = i == c.n_layers && !self.shards.names().any(its_own);
+        let left_out = i == c.n_layers && !self.has(its_own);
         let skip = self.options.no_indexer || left_out;
         let mut indexer = match &c.indexer {
             Some(x) if c.scores_keys(i) && !skip => Some(Indexer {
@@ -447,7 +464,7 @@ impl<'a> Binder<'a> {
         } else {
             FeedForward::Dense(self.gated(&n("mlp."), c.d_ff, Class::Dense)?)
         };
-        if self.memory.is_some_and(|m| m.experts) {
+        if self.memory().is_some_and(|m| m.experts) {
             for (e, mlp) in layer_experts.iter().enumerate() {
                 for (part, mat) in mlp.parts() {
                     mat.check_scales(&expert_name(i, e, part))?;
@@ -457,8 +474,7 @@ impl<'a> Binder<'a> {
             self.settle(mats)?;
         }
         experts.push(layer_experts);
-        let mut mats =
-            vec![&mut attn.q_a, &mut attn.q_b, &mut attn.kv_a, &mut attn.v_b.mat, &mut attn.o];
+        let mut mats = vec![&mut q_a, &mut q_b, &mut kv_a, &mut v_b.mat, &mut o];
         if let Some(x) = &mut indexer {
             mats.extend([&mut x.q_b, &mut x.k, &mut x.head_weights]);
         }
@@ -470,12 +486,21 @@ impl<'a> Binder<'a> {
             }
         }
         self.settle(mats)?;
+        let attn = Attention { q_a, q_a_norm, q_b, kv_a, kv_a_norm, k_b, v_b, o };
         Ok(Layer { attn_norm, attn, indexer, ff_norm, ff })
     }
 
-    /// Moves matrices into memory of their own; a dry pass has none.
+    /// Where weights go; `None` in the stages that read none.
+    fn memory(&self) -> Option<Memory<'a>> {
+        match self.stage {
+            Stage::Load(memory) => Some(memory),
+            Stage::List | Stage::Headers => None,
+        }
+    }
+
+    /// Moves matrices into memory of their own in the stage that loads.
     fn settle(&self, mut mats: Vec<&mut Mat>) -> Result<()> {
-        self.memory.map_or(Ok(()), |m| settle(&mut mats, m.compute.kernels, &m.compute.pool))
+        self.memory().map_or(Ok(()), |m| settle(&mut mats, m.compute.kernels, &m.compute.pool))
     }
 
     fn gated(&mut self, prefix: &str, width: usize, class: Class) -> Result<GatedMlp> {
@@ -493,21 +518,23 @@ impl<'a> Binder<'a> {
         let c = self.config;
         let i = c.n_layers;
         let n = |s: &str| format!("model.layers.{i}.{s}");
-        if !c.mtp || !self.shards.names().any(|name| layer_of(name) == Some(i)) {
+        if !c.mtp || !self.has(|name| layer_of(name) == Some(i)) {
             return Ok(None);
         }
         self.mtp = true;
         let layer = self.decoder_layer(i, experts)?;
-        let mut eh =
-            self.mat(&n("eh_proj.weight"), c.d_model, 2 * c.d_model, Class::MtpProjection)?;
+        let e_norm = self.vector(&n("enorm.weight"), c.d_model, Class::Norm)?;
+        let h_norm = self.vector(&n("hnorm.weight"), c.d_model, Class::Norm)?;
+        let class = Class::MtpProjection;
+        let mut eh = self.mat(&n("eh_proj.weight"), c.d_model, 2 * c.d_model, class)?;
         self.settle(vec![&mut eh])?;
-        Ok(Some(Mtp {
-            e_norm: self.vector(&n("enorm.weight"), c.d_model, Class::Norm)?,
-            h_norm: self.vector(&n("hnorm.weight"), c.d_model, Class::Norm)?,
-            eh,
-            layer,
-            norm: self.vector(&n("shared_head.norm.weight"), c.d_model, Class::Norm)?,
-        }))
+        let norm = self.vector(&n("shared_head.norm.weight"), c.d_model, Class::Norm)?;
+        Ok(Some(Mtp { e_norm, h_norm, eh, layer, norm }))
+    }
+
+    /// Whether there is a tensor with such a name; a list has everything.
+    fn has(&self, wanted: impl Fn(&str) -> bool) -> bool {
+        matches!(self.stage, Stage::List) || self.shards.names().any(wanted)
     }
 
     /// The tensor, or its name on the list of missing ones.
@@ -520,7 +547,7 @@ impl<'a> Binder<'a> {
     }
 
     fn record(&mut self, name: &str, class: Class, rows: usize, cols: usize, format: Format) {
-        if self.memory.is_none() {
+        if !matches!(self.stage, Stage::Load(_)) {
             let bytes = format.total_bytes(rows, cols);
             self.found.push(Found {
                 name: name.to_owned(),
@@ -535,13 +562,17 @@ impl<'a> Binder<'a> {
     }
 
     fn vector(&mut self, name: &str, len: usize, class: Class) -> Result<Vec<f32>> {
+        if matches!(self.stage, Stage::List) {
+            self.record(name, class, 1, len, Format::F32);
+            return Ok(Vec::new());
+        }
         let Some(t) = self.find(name) else { return Ok(Vec::new()) };
         let at = || format!("{}: {name}", self.shards.path(t).display());
         let format = float_format(t.dtype)
             .with_context(|| format!("{}: dtype {:?}, expected BF16, F16 or F32", at(), t.dtype))?;
         ensure!(t.shape == [len], "{}: shape {:?}, expected [{len}] by config.json", at(), t.shape);
         self.record(name, class, 1, len, format);
-        if self.memory.is_none() {
+        if matches!(self.stage, Stage::Headers) {
             return Ok(Vec::new());
         }
         let mat = Mat::new(format, 1, len, self.shards.bytes(t), no_scales());
@@ -558,33 +589,26 @@ impl<'a> Binder<'a> {
     }
 
     fn mat(&mut self, name: &str, rows: usize, cols: usize, class: Class) -> Result<Mat> {
-        let Some(t) = self.find(name) else {
+        let mtp = self.layer == Some(self.config.n_layers);
+        let quantized =
+            self.options.quantize.and_then(|to| quantized_format(to, class, mtp, rows, cols));
+        if matches!(self.stage, Stage::List) {
+            let format = quantized.unwrap_or_else(|| published_format(class));
+            self.record(name, class, rows, cols, format);
             return Ok(no_mat());
-        };
-        let Some(mat) = self.stored(name, t, rows, cols, class)? else {
-            return Ok(no_mat());
-        };
+        }
+        let Some(t) = self.find(name) else { return Ok(no_mat()) };
+        let Some(mat) = self.stored(name, t, rows, cols, class)? else { return Ok(no_mat()) };
         self.record(name, class, rows, cols, mat.format());
-        if self.memory.is_none() {
+        if matches!(self.stage, Stage::Headers) {
             return Ok(mat);
         }
         if class != Class::Expert {
             mat.check_scales(name)?;
         }
-        match self.options.quantize {
-            Some(wanted) if !mat.format().is_integer() => {
-                let Some(format) = quantized_format(
-                    wanted,
-                    class,
-                    self.layer == Some(self.config.n_layers),
-                    rows,
-                    cols,
-                ) else {
-                    return Ok(mat);
-                };
-                requantize(&mat, format)
-                    .with_context(|| format!("{}: {name}", mat.path().display()))
-            }
+        match quantized {
+            Some(format) if !mat.format().is_integer() => requantize(&mat, format)
+                .with_context(|| format!("{}: {name}", mat.path().display())),
             _ => Ok(mat),
         }
     }
@@ -684,11 +708,19 @@ pub fn stored_mat(config: &Config, shards: &Shards, f: &Found) -> Result<Mat> {
     if f.rows == 1 && t.shape == [f.cols] && float_format(t.dtype).is_some() {
         return Ok(Mat::new(f.format, 1, f.cols, shards.bytes(t), no_scales()));
     }
-    let mut binder = Binder::new(config, shards, BindOptions::default(), None);
+    let mut binder = Binder::new(config, shards, BindOptions::default(), Stage::Headers);
     let mat = binder.stored(&f.name, t, f.rows, f.cols, f.class)?;
     let mat = mat.with_context(|| format!("{}: its scales are missing", f.name))?;
     mat.check_scales(&f.name)?;
     Ok(mat)
+}
+
+/// What containers keep of a matrix that is not quantized: f32 for small ones, the published width for large ones.
+fn published_format(class: Class) -> Format {
+    match class {
+        Class::Norm | Class::Router | Class::HeadWeights => Format::F32,
+        _ => Format::Bf16,
+    }
 }
 
 fn no_mat() -> Mat {

@@ -7,6 +7,7 @@
 
 mod header;
 pub mod quant;
+pub mod random;
 mod resident;
 
 use std::collections::HashMap;

@@ -267,7 +267,7 @@ fn wrong_usage_exits_with_2_and_bad_data_with_1() {
         (&["run", "x", "--file", "y"], 2, "--file"),
         (&["run", "x", "--stop", ""], 2, "stop"),
         (&["frobnicate"], 2, "frobnicate"),
-        (&["bench", "--prompt", "4000"], 2, "context is 2048"),
+        (&["bench", "model", "--prompt", "4000"], 2, "context is 2048"),
         (&["run", "x", "--model", "/nonexistent/model"], 1, "/nonexistent/model"),
         (&["run", "x", "--model", "src"], 1, "src/config.json"),
         (&["run", "x", "--file", "/nonexistent"], 2, ""),
@@ -308,8 +308,18 @@ fn help_and_version_are_complete() {
             && version.contains("portable"),
         "{version}"
     );
-    for command in ["run", "score", "inspect", "convert", "bench"] {
-        let help = stdout(&run(&[command, "--help"]));
+    for command in [
+        "run",
+        "score",
+        "inspect",
+        "convert",
+        "bench model",
+        "bench kernels",
+        "bench disk",
+        "synth",
+    ] {
+        let args: Vec<&str> = command.split(' ').chain(["--help"]).collect();
+        let help = stdout(&run(&args));
         assert!(help.contains("Example"), "{command} --help has an example");
         assert!(help.lines().all(|l| l.len() < 200), "{command} --help");
     }
@@ -533,7 +543,9 @@ fn convert_refuses_to_mix_and_to_degrade() {
 
 #[test]
 fn bench_reports_medians() {
-    let v = json(&run(&["bench", "--prompt", "8,16", "--gen", "4", "--reps", "3", "--json", "-q"]));
+    let v = json(&run(&[
+        "bench", "model", "--prompt", "8,16", "--gen", "4", "--reps", "3", "--json", "-q",
+    ]));
     assert_eq!(v["rows"].as_array().unwrap().len(), 2);
     for row in v["rows"].as_array().unwrap() {
         let d = &row["decode_tok_s"];
@@ -548,4 +560,51 @@ fn copy_dir(from: &Path, to: &Path) {
         let path = entry.unwrap().path();
         std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
     }
+}
+
+/// The measurements that need no model, small.
+#[test]
+fn bench_measures_kernels_pool_and_disk() {
+    let v = json(&run(&[
+        "bench",
+        "kernels",
+        "--format",
+        "int4-g64,int8",
+        "--shape",
+        "64x128",
+        "--batch",
+        "1,3",
+        "--threads",
+        "1,2",
+        "--keys",
+        "64",
+        "--cold",
+        "1",
+        "--reps",
+        "1",
+        "--json",
+    ]));
+    let rows = v["rows"].as_array().unwrap();
+    // Per thread count: two formats, hot and cold, two batches; attention and indexer.
+    assert_eq!(rows.len(), 2 * (2 * 2 * 2 + 2));
+    for row in rows {
+        for key in ["kernel", "format", "isa", "rows", "cols", "s", "threads"] {
+            assert!(!row[key].is_null(), "{key} in {row}");
+        }
+        for key in ["gbps", "gops", "stream_gbps", "ratio"] {
+            assert!(row[key].as_f64().unwrap() >= 0.0, "{key} in {row}");
+        }
+    }
+    let v = json(&run(&["bench", "pool", "--threads", "1,2", "--reps", "1", "--json"]));
+    assert!(v["rows"][1]["awake_us"].as_f64().unwrap() > 0.0);
+    let tmp = tempfile::tempdir().unwrap();
+    let dir = tmp.path().to_str().unwrap();
+    let small = run(&["bench", "disk", dir]);
+    assert!(small.status.code() == Some(1) && stderr(&small).contains(dir), "{}", stderr(&small));
+    std::fs::write(tmp.path().join("data"), vec![1u8; 4 << 20]).unwrap();
+    let args = ["--block", "64,128", "--readers", "1,2", "--amount", "2", "--reps", "1", "--json"];
+    let v = json(&run(&[&["bench", "disk", dir][..], &args].concat()));
+    let rows = v["rows"].as_array().unwrap();
+    assert!(rows.len() == 4 || rows.len() == 8, "buffered, and direct where it exists");
+    assert!(rows.iter().all(|r| r["gbps"].as_f64().unwrap() > 0.0));
 }

@@ -20,7 +20,18 @@ const MAY_USE: [(&str, &[&str]); 12] = [
     ("cli", &["kernels"]),
     (
         "commands",
-        &["cli", "engine", "model", "tokenizer", "template", "sample", "store", "kernels", "sys"],
+        &[
+            "cli",
+            "engine",
+            "model",
+            "tokenizer",
+            "template",
+            "sample",
+            "store",
+            "kernels",
+            "pool",
+            "sys",
+        ],
     ),
 ];
 

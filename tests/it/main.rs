@@ -14,3 +14,4 @@ mod mutate;
 mod oracle;
 mod quality;
 mod sessions;
+mod synth;
