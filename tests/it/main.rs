@@ -6,6 +6,7 @@
 )]
 
 mod cli;
+mod digests;
 mod equality;
 mod faults;
 mod fixture;
