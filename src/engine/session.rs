@@ -23,6 +23,7 @@ pub type Progress<'a> = dyn FnMut(f64, usize) + 'a;
 pub struct Session {
     tokens: Vec<u32>,
     kv: KvCache,
+    rows: Vec<Row>,
     ws: Workspace,
     out: Output,
 }
@@ -32,6 +33,7 @@ impl Session {
         Self {
             tokens: Vec::new(),
             kv: KvCache::new(config, kv),
+            rows: Vec::new(),
             ws: Workspace::default(),
             out: Output::default(),
         }
@@ -50,6 +52,12 @@ impl Session {
     /// Time by phase of all passes of this session.
     pub fn profile(&self) -> &Profile {
         &self.ws.profile
+    }
+
+    /// Makes room for `n` more tokens, so that decoding them allocates nothing.
+    pub fn reserve(&mut self, n: usize) {
+        self.tokens.reserve(n);
+        self.kv.reserve(n);
     }
 
     /// Forgets every token from position `n` on.
@@ -130,24 +138,22 @@ impl Session {
         );
         for (c, chunk) in tokens.chunks(PREFILL_ROWS).enumerate() {
             let done = c * PREFILL_ROWS;
-            let rows: Vec<Row> = (done..)
-                .zip(chunk)
-                .map(|(i, &token)| {
-                    let logits = last_logits && i + 1 == tokens.len();
-                    Row { seq: 0, pos: start + i, token, logits }
-                })
-                .collect();
+            self.rows.clear();
+            self.rows.extend((done..).zip(chunk).map(|(i, &token)| {
+                let logits = last_logits && i + 1 == tokens.len();
+                Row { seq: 0, pos: start + i, token, logits }
+            }));
             let mut watch = Watch {
                 progress: progress.as_deref_mut(),
                 done,
-                rows: rows.len(),
+                rows: chunk.len(),
                 total: tokens.len(),
             };
             let mut control = Control { cancel, observer: Some(&mut watch) };
             let caches = &mut [&mut self.kv];
             let result = engine
                 .model
-                .forward(&rows, caches, &mut self.ws, &mut control, &mut self.out)
+                .forward(&self.rows, caches, &mut self.ws, &mut control, &mut self.out)
                 .and_then(|()| {
                     let Output { logits, hidden } = &mut self.out;
                     after(done, hidden, &mut self.ws, logits)

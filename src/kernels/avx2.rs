@@ -239,6 +239,13 @@ macro_rules! lanes {
         }
 
         #[inline(always)]
+        fn load_sums(s: &[i32; LANES]) -> Self::Sums {
+            let p: *const __m256i = s.as_ptr().cast();
+            // SAFETY: as in `splat`; the loads read the 16 values of the array.
+            unsafe { [_mm256_loadu_si256(p), _mm256_loadu_si256(p.add(1))] }
+        }
+
+        #[inline(always)]
         fn prefetch(bytes: &[u8], ahead: usize) {
             // SAFETY: a prefetch reads nothing and cannot fault, wherever it points.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(bytes.as_ptr().wrapping_add(ahead).cast()) }

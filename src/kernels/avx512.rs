@@ -93,42 +93,12 @@ pub(super) mod vnni {
 
     impl Simd for Vnni {
         super::lanes!();
-
-        #[inline(always)]
-        fn dot64(w: &[i8; GROUP], q: &[i8; GROUP], bias: i32) -> i32 {
-            // SAFETY: only called from this module's table, whose functions are compiled with AVX-512 VNNI; the loads
-            // read the 64 bytes of each array.
-            unsafe {
-                let w = _mm512_loadu_si512(w.as_ptr().cast());
-                let q = _mm512_loadu_si512(q.as_ptr().cast());
-                // Biased to u8 (w + 128); the bias is taken off again as -128 Σq.
-                let biased = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
-                let d = _mm512_dpbusd_epi32(_mm512_setzero_si512(), biased, q);
-                _mm512_reduce_add_epi32(d) + 16 * bias
-            }
-        }
-
-        #[inline(always)]
-        fn block<C: Codes, const R: usize>(
-            codes: &[u8],
-            x: [&[i8; GROUP]; R],
-            start: [i32; R],
-        ) -> [Self::Sums; R] {
-            let mut d = each!(r in 0..R, splat_i32(start[r]));
-            unroll!(k in 0..16, {
-                let w: __m512i = C::quad(codes, k, 0);
-                for r in 0..R {
-                    // SAFETY: only called from this module's table, whose functions are compiled with VNNI.
-                    d[r] = unsafe { _mm512_dpbusd_epi32(d[r], w, splat_i32(quad_of(x[r], k))) };
-                }
-            });
-            d
-        }
+        super::vnni_products!();
     }
 }
 
 #[inline(always)]
-fn splat_i32(v: i32) -> __m512i {
+pub(super) fn splat_i32(v: i32) -> __m512i {
     // SAFETY: only called from this file's tables, whose functions are compiled with AVX-512 F.
     unsafe { _mm512_set1_epi32(v) }
 }
@@ -255,10 +225,53 @@ macro_rules! lanes {
         }
 
         #[inline(always)]
+        fn load_sums(s: &[i32; LANES]) -> __m512i {
+            // SAFETY: as in `splat`; the load reads the 16 values of the array.
+            unsafe { _mm512_loadu_si512(s.as_ptr().cast()) }
+        }
+
+        #[inline(always)]
         fn prefetch(bytes: &[u8], ahead: usize) {
             // SAFETY: a prefetch reads nothing and cannot fault, wherever it points.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(bytes.as_ptr().wrapping_add(ahead).cast()) }
         }
     };
 }
-use lanes;
+pub(super) use lanes;
+
+/// Integer products with VNNI.
+macro_rules! vnni_products {
+    () => {
+        #[inline(always)]
+        fn dot64(w: &[i8; GROUP], q: &[i8; GROUP], bias: i32) -> i32 {
+            // SAFETY: only called from this module's table, whose functions are compiled with AVX-512 VNNI; the
+            // loads read the 64 bytes of each array.
+            unsafe {
+                let w = _mm512_loadu_si512(w.as_ptr().cast());
+                let q = _mm512_loadu_si512(q.as_ptr().cast());
+                // Biased to u8 (w + 128); the bias is taken off again as -128 Σq.
+                let biased = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
+                let d = _mm512_dpbusd_epi32(_mm512_setzero_si512(), biased, q);
+                _mm512_reduce_add_epi32(d) + 16 * bias
+            }
+        }
+
+        #[inline(always)]
+        fn block<C: Codes, const R: usize>(
+            codes: &[u8],
+            x: [&[i8; GROUP]; R],
+            start: [i32; R],
+        ) -> [Self::Sums; R] {
+            let mut d = each!(r in 0..R, $crate::kernels::avx512::splat_i32(start[r]));
+            unroll!(k in 0..16, {
+                let w: __m512i = C::quad(codes, k, 0);
+                for r in 0..R {
+                    // SAFETY: only called from this module's table, whose functions are compiled with VNNI.
+                    d[r] = unsafe { _mm512_dpbusd_epi32(d[r], w, $crate::kernels::avx512::splat_i32(quad_of(x[r], k))) };
+                }
+            });
+            d
+        }
+    };
+}
+pub(super) use vnni_products;

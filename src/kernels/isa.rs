@@ -17,12 +17,29 @@ pub enum Isa {
     Avx512,
     /// `Avx512` with the VNNI dot products.
     Avx512Vnni,
+    /// `Avx512Vnni` with AMX int8 tiles.
+    Amx,
+    /// 64-bit Arm.
+    Neon,
+    /// `Neon` with the int8 dot product.
+    NeonDot,
+    /// `NeonDot` with int8 matrix products.
+    NeonI8mm,
 }
 
 impl Isa {
     /// Every level, weakest first.
-    pub const ALL: [Self; 5] =
-        [Self::Portable, Self::Avx2, Self::Avx2Vnni, Self::Avx512, Self::Avx512Vnni];
+    pub const ALL: [Self; 9] = [
+        Self::Portable,
+        Self::Avx2,
+        Self::Avx2Vnni,
+        Self::Avx512,
+        Self::Avx512Vnni,
+        Self::Amx,
+        Self::Neon,
+        Self::NeonDot,
+        Self::NeonI8mm,
+    ];
 
     /// Whether this CPU runs kernels of this level.
     pub fn is_available(self) -> bool {
@@ -48,7 +65,19 @@ impl Isa {
             Self::Avx512Vnni => {
                 Self::Avx512.is_available() && is_x86_feature_detected!("avx512vnni")
             }
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => Self::Avx512Vnni.is_available() && super::amx::available(),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonDot => {
+                Self::Neon.is_available() && std::arch::is_aarch64_feature_detected!("dotprod")
+            }
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonI8mm => {
+                Self::NeonDot.is_available() && std::arch::is_aarch64_feature_detected!("i8mm")
+            }
+            // Those of another architecture.
             _ => false,
         }
     }
@@ -71,6 +100,10 @@ impl Isa {
             Self::Avx2Vnni => "avx2vnni",
             Self::Avx512 => "avx512",
             Self::Avx512Vnni => "avx512vnni",
+            Self::Amx => "amx",
+            Self::Neon => "neon",
+            Self::NeonDot => "neon-dotprod",
+            Self::NeonI8mm => "neon-i8mm",
         }
     }
 }

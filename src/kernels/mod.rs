@@ -5,6 +5,8 @@
 //! is the proof that its functions may be called.
 
 mod acts;
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -13,12 +15,16 @@ mod avx512;
 mod format;
 mod isa;
 pub mod math;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod panel;
 mod portable;
 mod product;
 mod simd;
 #[cfg(test)]
 mod tests;
+#[cfg(any(test, target_arch = "x86_64"))]
+mod tiles;
 
 use std::cell::RefCell;
 
@@ -125,6 +131,8 @@ struct Scratch {
     scales: Vec<f32>,
     rows: Vec<f32>,
     parts: Vec<f32>,
+    #[cfg(any(test, target_arch = "x86_64"))]
+    tiles: tiles::TileScratch,
 }
 
 impl Scratch {
@@ -190,7 +198,7 @@ pub struct Kernels {
     pack_strip: unsafe fn(&MatView<'_>, usize, &mut [u8], &mut Scratch),
     matmul_f32: unsafe fn(&MatView<'_>, usize, &Input<'_>, &mut TileMut<'_>, &mut Scratch),
     matmul_rows: unsafe fn(&MatView<'_>, usize, &Input<'_>, &mut TileMut<'_>, &mut Scratch),
-    matmul_panels: unsafe fn(&MatView<'_>, usize, &Input<'_>, &mut TileMut<'_>),
+    matmul_panels: unsafe fn(&MatView<'_>, usize, &Input<'_>, &mut TileMut<'_>, &mut Scratch),
     attend: unsafe fn(&[f32], &Keys<'_>, &Seen<'_>, f32, &mut [f32], &mut Scratch),
     absorb: unsafe fn(
         &MatView<'_>,
@@ -277,8 +285,8 @@ macro_rules! table {
             product::matmul_rows::<$simd>(w, r, x, t, scratch);
         }
         $(#[target_feature(enable = $features)])?
-        fn matmul_panels(w: &MatView<'_>, r: usize, x: &Input<'_>, t: &mut TileMut<'_>) {
-            product::matmul_panels::<$simd>(w, r, x, t);
+        fn matmul_panels(w: &MatView<'_>, r: usize, x: &Input<'_>, t: &mut TileMut<'_>, scratch: &mut Scratch) {
+            product::matmul_panels::<$simd>(w, r, x, t, scratch);
         }
         $(#[target_feature(enable = $features)])?
         fn attend(q: &[f32], k: &Keys<'_>, seen: &Seen<'_>, scale: f32, out: &mut [f32], scratch: &mut Scratch) {
@@ -302,7 +310,7 @@ macro_rules! table {
         }
     };
 }
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use table;
 
 mod scalar {
@@ -325,7 +333,15 @@ impl Kernels {
             Isa::Avx512 => Some(&avx512::bw::TABLE),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni => Some(&avx512::vnni::TABLE),
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => Some(&amx::TABLE),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => Some(&neon::plain::TABLE),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDot => Some(&neon::dot::TABLE),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonI8mm => Some(&neon::mm::TABLE),
+            // Sets of another architecture are never available.
             _ => None,
         }
     }
@@ -420,7 +436,7 @@ impl Kernels {
         with_scratch(|s| unsafe {
             match (x.uses_q8(w.format()), w.in_panels()) {
                 (false, _) => (self.matmul_f32)(w, first, x, tile, s),
-                (true, true) => (self.matmul_panels)(w, first, x, tile),
+                (true, true) => (self.matmul_panels)(w, first, x, tile, s),
                 (true, false) => (self.matmul_rows)(w, first, x, tile, s),
             }
         });

@@ -179,16 +179,17 @@ pub(super) fn matmul_panels<S: Simd>(
     first: usize,
     x: &Input<'_>,
     tile: &mut TileMut<'_>,
+    scratch: &mut Scratch,
 ) {
     match w.format() {
-        Format::Int4 { group: 0 } => strips::<S, Int4Codes, false>(w, first, x, tile),
+        Format::Int4 { group: 0 } => strips::<S, Int4Codes, false>(w, first, x, tile, scratch),
         Format::Int4 { group } if (group as usize).is_multiple_of(GROUP) => {
-            strips::<S, Int4Codes, true>(w, first, x, tile);
+            strips::<S, Int4Codes, true>(w, first, x, tile, scratch);
         }
         Format::Int4 { .. } => stepped::<S>(w, first, x, tile),
-        Format::Int8 => strips::<S, Int8Codes, false>(w, first, x, tile),
-        Format::Int3 => strips::<S, Int3Codes, true>(w, first, x, tile),
-        _ => strips::<S, Int2Codes, false>(w, first, x, tile),
+        Format::Int8 => strips::<S, Int8Codes, false>(w, first, x, tile, scratch),
+        Format::Int3 => strips::<S, Int3Codes, true>(w, first, x, tile, scratch),
+        _ => strips::<S, Int2Codes, false>(w, first, x, tile, scratch),
     }
 }
 
@@ -199,10 +200,14 @@ fn strips<S: Simd, C: Codes, const SCALED: bool>(
     first: usize,
     x: &Input<'_>,
     tile: &mut TileMut<'_>,
+    scratch: &mut Scratch,
 ) {
     let cols = tile.cols().len();
     let (begin, end) = (first / LANES, (first + cols).div_ceil(LANES));
     let rows = tile.rows().len();
+    if rows >= S::MANY {
+        return S::many_rows::<C, SCALED>(w, first, x, tile, scratch);
+    }
     if rows == 1 {
         // Two streams through the two halves of the range: each runs on without a gap, so that prefetching pays.
         let half = (end - begin) / 2;
@@ -302,14 +307,14 @@ fn strip_tile<S: Simd, C: Codes, const SCALED: bool, const R: usize, const N: us
 
 /// 16 f32 at byte `at`.
 #[inline(always)]
-fn lanes<S: Simd>(bytes: &[u8], at: usize) -> S::Lanes {
+pub(super) fn lanes<S: Simd>(bytes: &[u8], at: usize) -> S::Lanes {
     let (v, _) = bytes[at..at + 4 * LANES].as_chunks();
     S::load_bytes(&v[0])
 }
 
 /// Stores what the tile covers of the 16 outputs of strip `s`.
 #[inline(always)]
-fn put(tile: &mut TileMut<'_>, i: usize, s: usize, first: usize, y: &[f32; LANES]) {
+pub(super) fn put(tile: &mut TileMut<'_>, i: usize, s: usize, first: usize, y: &[f32; LANES]) {
     let (at, out) = (s * LANES, tile.row(i));
     if at >= first && at + LANES <= first + out.len() {
         out[at - first..at - first + LANES].copy_from_slice(y);

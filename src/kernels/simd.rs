@@ -5,8 +5,10 @@
 //! and the packed codes of a strip.
 #![forbid(unsafe_code)]
 
-use super::format::GROUP;
+use super::format::{GROUP, MatView};
 use super::panel::{Codes, VECTOR};
+use super::{Input, Scratch};
+use crate::pool::TileMut;
 
 /// Lanes of a vector, partial sums of a dot product, rows of a strip.
 pub(super) const LANES: usize = 16;
@@ -57,6 +59,31 @@ pub(super) trait Simd {
     ) -> [Self::Sums; R];
     /// Each sum rounded to f32.
     fn to_f32(s: Self::Sums) -> Self::Lanes;
+    #[cfg(any(test, target_arch = "x86_64"))]
+    fn load_sums(s: &[i32; LANES]) -> Self::Sums;
+
+    /// Activation rows from which [`Simd::many_rows`] is used.
+    const MANY: usize = usize::MAX;
+    /// A product of panels with at least `MANY` activation rows, for sets that have something better than registers.
+    fn many_rows<C: Codes, const SCALED: bool>(
+        _w: &MatView<'_>,
+        _first: usize,
+        _x: &Input<'_>,
+        _tile: &mut TileMut<'_>,
+        _scratch: &mut Scratch,
+    ) {
+    }
+    /// The codes of a block as signed bytes, quad by quad.
+    #[cfg(any(test, target_arch = "x86_64"))]
+    #[inline(always)]
+    fn signed<C: Codes>(codes: &[u8], out: &mut [[i8; VECTOR]; GROUP / 4]) {
+        for (k, out) in out.iter_mut().enumerate() {
+            let w = C::quad::<[u8; VECTOR]>(codes, k, 0);
+            for (o, w) in out.iter_mut().zip(w) {
+                *o = w.wrapping_sub(C::OFFSET as u8) as i8;
+            }
+        }
+    }
 
     /// Starts fetching the cache line `ahead` bytes after the start of `bytes`, which may lie outside of it.
     fn prefetch(bytes: &[u8], ahead: usize);
@@ -188,6 +215,12 @@ impl Simd for Scalar {
     #[inline(always)]
     fn to_f32(s: Self::Sums) -> Self::Lanes {
         s.map(|v| v as f32)
+    }
+
+    #[cfg(any(test, target_arch = "x86_64"))]
+    #[inline(always)]
+    fn load_sums(s: &[i32; LANES]) -> Self::Sums {
+        *s
     }
 
     #[inline(always)]

@@ -163,6 +163,47 @@ fn products_are_equal_for_every_format_layout_shape_and_batch() {
     }
 }
 
+/// The blocking and scaling of the tile kernel over tiles in plain memory, so that they are tested on every machine.
+#[test]
+fn products_on_tiles_are_equal() {
+    use super::panel::{Codes, Int4Codes, Int8Codes};
+    use super::simd::Scalar;
+    use super::tiles::{self, PlainTiles};
+    fn run<C: Codes, const SCALED: bool>(f: Format, rng: &mut Rng) {
+        let k = Kernels::for_isa(Isa::Portable).unwrap();
+        // Row tiles and batches of blocks with and without a rest, more rows than are taken at once.
+        for (rows, cols, s) in [(16, 64, 1), (33, 1100, 17), (20, 2112, 70), (5, 200, 16)] {
+            let (codes, scales) = matrix(f, rows, cols, Fill::Random, rng);
+            let stored = MatView::new(f, rows, cols, &codes, &scales);
+            let packed = panels(k, &stored);
+            let w = MatView::panels(f, rows, cols, &packed);
+            let x = rng.vec(s * cols, 3.0);
+            let mut acts = Acts::default();
+            acts.fill(s, cols).copy_from_slice(&x);
+            assert!(acts.prepare(k, Activations::Q8));
+            let all = product(k, &w, &x, s, Activations::Q8);
+            for first in [0, 3] {
+                let n = rows - first;
+                let mut y = vec![0.0; s * n];
+                tiles::matmul::<PlainTiles, Scalar, C, SCALED>(
+                    &w,
+                    first,
+                    &acts.input(0),
+                    &mut TileMut::whole(&mut y, n),
+                    &mut Scratch::default(),
+                );
+                let want: Vec<f32> =
+                    all.chunks(rows).flat_map(|row| &row[first..]).copied().collect();
+                assert_eq!(bits(&y), bits(&want), "{f} {rows}×{cols} s={s} from {first}");
+            }
+        }
+    }
+    let mut rng = Rng(19);
+    run::<Int4Codes, true>(Format::Int4 { group: 64 }, &mut rng);
+    run::<Int4Codes, false>(Format::Int4 { group: 0 }, &mut rng);
+    run::<Int8Codes, false>(Format::Int8, &mut rng);
+}
+
 #[test]
 fn a_part_of_a_product_is_the_same_bits() {
     let mut rng = Rng(9);

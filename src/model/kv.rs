@@ -50,6 +50,13 @@ impl Plane {
         }
     }
 
+    fn reserve(&mut self, n: usize) {
+        match &mut self.data {
+            PlaneData::F16(v) => v.reserve(n * self.width),
+            PlaneData::F32(v) => v.reserve(n * self.width),
+        }
+    }
+
     fn truncate(&mut self, n: usize) {
         match &mut self.data {
             PlaneData::F16(v) => v.truncate(n * self.width),
@@ -110,6 +117,12 @@ impl KvCache {
         if let Some(plane) = &mut self.index[layer] {
             plane.push(row);
         }
+    }
+
+    /// Makes room for `n` more positions, so that appending them allocates nothing.
+    pub fn reserve(&mut self, n: usize) {
+        self.latents.iter_mut().for_each(|p| p.reserve(n));
+        self.index.iter_mut().flatten().for_each(|p| p.reserve(n));
     }
 
     /// Cache rows of `layer`.
