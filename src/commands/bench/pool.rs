@@ -26,7 +26,7 @@ pub(super) fn measure_pool(args: &BenchPoolArgs) -> Result<Outcome> {
             let section = || {
                 pool.par(threads, |i| {
                     std::hint::black_box(i);
-                })
+                });
             };
             awake.push(seconds(|| (0..SECTIONS).for_each(|_| section())) / SECTIONS as f64);
             std::thread::sleep(REST);
