@@ -86,6 +86,7 @@ pub(super) mod bw {
 /// With VNNI.
 pub(super) mod vnni {
     use super::*;
+    use crate::kernels::avx512;
 
     table!(Isa::Avx512Vnni, Vnni, "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni");
 
@@ -141,7 +142,7 @@ impl Vector for __m512i {
 /// One register of 16 f32 lanes, shared by both.
 macro_rules! lanes {
     () => {
-        const TILE: usize = 8;
+        const TILE: usize = 12;
         const PREFETCH: usize = 2304;
         type Lanes = __m512;
         type Sums = __m512i;
@@ -262,14 +263,30 @@ macro_rules! vnni_products {
             x: [&[i8; GROUP]; R],
             start: [i32; R],
         ) -> [Self::Sums; R] {
-            let mut d = each!(r in 0..R, $crate::kernels::avx512::splat_i32(start[r]));
+            // Few rows are few chains of dependent sums: two for each keep the multipliers busy.
+            let split = R <= 8;
+            let mut d = each!(r in 0..R, avx512::splat_i32(start[r]));
+            let mut odd = each!(_r in 0..R, avx512::splat_i32(0));
             unroll!(k in 0..16, {
                 let w: __m512i = C::quad(codes, k, 0);
                 for r in 0..R {
+                    let q = avx512::splat_i32(quad_of(x[r], k));
                     // SAFETY: only called from this module's table, whose functions are compiled with VNNI.
-                    d[r] = unsafe { _mm512_dpbusd_epi32(d[r], w, $crate::kernels::avx512::splat_i32(quad_of(x[r], k))) };
+                    unsafe {
+                        if split && k % 2 == 1 {
+                            odd[r] = _mm512_dpbusd_epi32(odd[r], w, q);
+                        } else {
+                            d[r] = _mm512_dpbusd_epi32(d[r], w, q);
+                        }
+                    }
                 }
             });
+            if split {
+                for r in 0..R {
+                    // SAFETY: as above.
+                    d[r] = unsafe { _mm512_add_epi32(d[r], odd[r]) };
+                }
+            }
             d
         }
     };

@@ -114,22 +114,23 @@ pub(super) fn pack_strip(w: &MatView<'_>, s: usize, out: &mut [u8], codes: &mut 
         let stored = w.row_codes(row);
         match w.format() {
             Format::Int4 { .. } if cols.is_multiple_of(GROUP) => {
-                let words = stored.as_chunks::<4>().0;
-                for (b, words) in words.as_chunks::<8>().0.iter().enumerate() {
+                for (b, words) in stored.as_chunks::<32>().0.iter().enumerate() {
                     let block = &mut out[b * stride..][..8 * VECTOR];
-                    let moved = words.map(|w| deal_nibbles(u32::from_le_bytes(w)));
-                    for (v, word) in moved.into_iter().enumerate() {
-                        block[VECTOR * v + 4 * r..][..4].copy_from_slice(&word.to_le_bytes());
+                    let to = block.as_chunks_mut::<4>().0;
+                    let from = words.as_chunks::<4>().0;
+                    for v in 0..8 {
+                        to[LANES * v + r] = deal_nibbles(u32::from_le_bytes(from[v])).to_le_bytes();
                     }
                 }
             }
             Format::Int8 if cols.is_multiple_of(GROUP) => {
-                let words = stored.as_chunks::<4>().0;
-                for (b, words) in words.as_chunks::<16>().0.iter().enumerate() {
+                for (b, words) in stored.as_chunks::<GROUP>().0.iter().enumerate() {
                     let block = &mut out[b * stride..][..16 * VECTOR];
-                    for (k, word) in words.iter().enumerate() {
-                        let word = u32::from_le_bytes(*word) ^ 0x8080_8080;
-                        block[VECTOR * k + 4 * r..][..4].copy_from_slice(&word.to_le_bytes());
+                    let to = block.as_chunks_mut::<4>().0;
+                    let from = words.as_chunks::<4>().0;
+                    for k in 0..16 {
+                        to[LANES * k + r] =
+                            (u32::from_le_bytes(from[k]) ^ 0x8080_8080).to_le_bytes();
                     }
                 }
             }
@@ -154,8 +155,9 @@ pub(super) fn pack_strip(w: &MatView<'_>, s: usize, out: &mut [u8], codes: &mut 
     }
 }
 
+#[inline(always)]
 fn put_f32(out: &mut [u8], i: usize, v: f32) {
-    out[4 * i..4 * i + 4].copy_from_slice(&v.to_le_bytes());
+    out.as_chunks_mut::<4>().0[i] = v.to_le_bytes();
 }
 
 /// Nibbles 0…7 of a word (lowest first) in the order 0 4 1 5 2 6 3 7: byte j holds inputs j and 4 + j.

@@ -14,7 +14,7 @@
 use super::format::{FP8_BLOCK, Format, GROUP, MatView};
 use super::math::silu;
 use super::product::row_codes;
-use super::simd::{LANES, Simd, bf16_to_f32, each, f16_to_f32, tree};
+use super::simd::{LANES, Simd, bf16_to_f32, each, f16_to_f32, finish, tree, upto4};
 use super::{Scratch, panel};
 
 // ------------------------------------------------------------------------------------------------ f32 primitives
@@ -33,27 +33,15 @@ pub(super) fn dots<S: Simd, const A: usize, const B: usize>(
     let mut p = [[S::zero(); B]; A];
     for i in 0..whole {
         let b = each!(k in 0..B, S::load(&bc[k][i]));
-        for j in 0..A {
+        upto4!(j < A, {
             let a = S::load(&ac[j][i]);
-            for k in 0..B {
+            upto4!(k < B, {
                 p[j][k] = S::fma(a, b[k], p[j][k]);
-            }
-        }
+            });
+        });
     }
-    if whole * LANES < n {
-        // A lane that gets no element must keep its bits, also the sign of a zero: the tail is added one by one.
-        for j in 0..A {
-            for k in 0..B {
-                let mut lanes = [0.0; LANES];
-                S::store(p[j][k], &mut lanes);
-                for (lane, i) in lanes.iter_mut().zip(whole * LANES..n) {
-                    *lane = a[j][i].mul_add(b[k][i], *lane);
-                }
-                p[j][k] = S::load(&lanes);
-            }
-        }
-    }
-    each!(j in 0..A, S::trees(p[j]))
+    let at = whole * LANES;
+    finish::<S, A, B>(p, n - at, |j, k, i, lane| a[j][at + i].mul_add(b[k][at + i], lane))
 }
 
 /// Dot products of `a` with `N` rows of the same length.
@@ -230,8 +218,9 @@ pub(super) fn stream<S: Simd>(bytes: &[u8], ahead: usize) -> u64 {
                 S::prefetch(piece, ahead + 64 * line);
             }
         }
-        for (s, word) in sum.iter_mut().zip(piece.as_chunks::<8>().0) {
-            *s ^= u64::from_le_bytes(*word);
+        let words = piece.as_chunks::<8>().0;
+        for i in 0..32 {
+            sum[i] ^= u64::from_le_bytes(words[i]);
         }
     }
     sum.iter().fold(0, |a, b| a ^ b)

@@ -10,12 +10,12 @@ use super::panel::{
     self, Codes, Geometry, Int2Codes, Int3Codes, Int4Codes, Int8Codes, VECTOR, group_of, steps,
 };
 use super::portable::{dequant_row, dot_n, unpack_row};
-use super::simd::{LANES, Simd, add_quad, dot_i8, each};
+use super::simd::{LANES, Simd, add_quad, bf16_to_f32, dot_i8, each, finish, upto4};
 use super::{Input, Q8Row, Scratch};
 use crate::pool::TileMut;
 
 /// Activation rows that are multiplied with a strip before the next strip is read: their codes stay in the L2 cache.
-const ROWS_AT_ONCE: usize = 64;
+const ROWS_AT_ONCE: usize = 96;
 
 // ------------------------------------------------------------------------------------------------ f32
 
@@ -96,31 +96,21 @@ fn dot_bf16<S: Simd, const N: usize, const R: usize>(
     let xs = each!(r in 0..R, &x[r].as_chunks::<LANES>().0[..whole]);
     let mut p = [[S::zero(); N]; R];
     for i in 0..whole {
-        for n in 0..N {
+        upto4!(n < N, {
             let w = S::load_bf16(&chunks[n][i]);
             if S::PREFETCH > 0 && R == 1 && i % 2 == 0 {
                 S::prefetch(&chunks[n][i], S::PREFETCH);
             }
-            for r in 0..R {
+            upto4!(r < R, {
                 p[r][n] = S::fma(w, S::load(&xs[r][i]), p[r][n]);
-            }
-        }
+            });
+        });
     }
-    if whole * LANES < cols {
-        // A lane that gets no element must keep its bits, also the sign of a zero: the tail is added one by one.
-        for r in 0..R {
-            for n in 0..N {
-                let mut lanes = [0.0; LANES];
-                S::store(p[r][n], &mut lanes);
-                for (j, i) in (whole * LANES..cols).enumerate() {
-                    let w = super::simd::bf16_to_f32([w[n][2 * i], w[n][2 * i + 1]]);
-                    lanes[j] = w.mul_add(x[r][i], lanes[j]);
-                }
-                p[r][n] = S::load(&lanes);
-            }
-        }
-    }
-    each!(r in 0..R, S::trees(p[r]))
+    let at = whole * LANES;
+    finish::<S, R, N>(p, cols - at, |r, n, i, lane| {
+        let w = bf16_to_f32([w[n][2 * (at + i)], w[n][2 * (at + i) + 1]]);
+        w.mul_add(x[r][at + i], lane)
+    })
 }
 
 // ------------------------------------------------------------------------------------------------ integer rows as stored
@@ -230,6 +220,9 @@ fn strips<S: Simd, C: Codes, const SCALED: bool>(
             let mut i = from;
             while i < to {
                 i += match to - i {
+                    // 16 rows are better cut in halves than into 12 and 4.
+                    16 if S::TILE >= 8 => rows_tile::<S, C, SCALED, 8>(w, s, first, x, i, tile),
+                    12.. if S::TILE >= 12 => rows_tile::<S, C, SCALED, 12>(w, s, first, x, i, tile),
                     8.. if S::TILE >= 8 => rows_tile::<S, C, SCALED, 8>(w, s, first, x, i, tile),
                     4.. => rows_tile::<S, C, SCALED, 4>(w, s, first, x, i, tile),
                     2.. => rows_tile::<S, C, SCALED, 2>(w, s, first, x, i, tile),

@@ -129,6 +129,50 @@ macro_rules! each {
 }
 pub(super) use each;
 
+/// Runs `$body` for `$k` = 0, 1, … below `$n`, which is at most 4, with constant indices: arrays of registers that are
+/// indexed by a variable anywhere live in memory everywhere.
+macro_rules! upto4 {
+    ($k:ident < $n:expr, $body:block) => {{
+        upto4!(@ $k, $n, $body, 0 1 2 3);
+    }};
+    (@ $k:ident, $n:expr, $body:block, $($i:literal)*) => {
+        $(if $i < $n { let $k: usize = $i; $body })*
+    };
+}
+pub(super) use upto4;
+
+/// The sums of `A` × `B` dot products, each over 16 lanes. `tail(j, k, lane)` adds what is left beyond whole vectors.
+#[inline(always)]
+pub(super) fn finish<S: Simd, const A: usize, const B: usize>(
+    p: [[S::Lanes; B]; A],
+    rest: usize,
+    tail: impl Fn(usize, usize, usize, f32) -> f32,
+) -> [[f32; B]; A] {
+    let mut out = [[0.0; B]; A];
+    if rest == 0 {
+        upto4!(j < A, {
+            out[j] = S::trees(p[j]);
+        });
+        return out;
+    }
+    // A lane that gets no element must keep its bits, also the sign of a zero: the rest is added one by one.
+    let mut lanes = [[[0.0; LANES]; B]; A];
+    upto4!(j < A, {
+        upto4!(k < B, {
+            S::store(p[j][k], &mut lanes[j][k]);
+        });
+    });
+    for j in 0..A {
+        for k in 0..B {
+            for (i, lane) in lanes[j][k].iter_mut().enumerate().take(rest) {
+                *lane = tail(j, k, i, *lane);
+            }
+            out[j][k] = tree(lanes[j][k]);
+        }
+    }
+    out
+}
+
 /// Four consecutive codes as kernels broadcast them.
 #[inline(always)]
 pub(super) fn quad_of(x: &[i8; GROUP], k: usize) -> i32 {

@@ -9,6 +9,8 @@ use crate::store::Mat;
 
 /// Multiply-adds below which a product is not worth another task.
 const TASK_WORK: usize = 1 << 15;
+/// Multiply-adds of a section that takes milliseconds.
+const LONG_WORK: usize = 1 << 27;
 /// Outputs of a task are a multiple of two strips: kernels read two at once.
 const TASK_COLS: usize = 32;
 
@@ -38,8 +40,11 @@ impl Compute {
     /// Columns per task when each column costs `work` multiply-adds and `bands` bands of rows are split alike.
     pub fn chunk(&self, cols: usize, work: usize, bands: usize) -> usize {
         let by_work = (TASK_WORK / work.max(1)).max(1);
-        // A few tasks per thread even out a core that is slower for a while.
-        let tasks = (4 * self.pool.threads()).div_ceil(bands.max(1));
+        // A few tasks per thread even out a core that is slower for a while; long sections take more of them, because
+        // the others wait for the last.
+        let long = cols.saturating_mul(work).saturating_mul(bands) >= LONG_WORK;
+        let per_thread = if long { 16 } else { 4 };
+        let tasks = (per_thread * self.pool.threads()).div_ceil(bands.max(1));
         by_work.max(cols.div_ceil(tasks)).next_multiple_of(TASK_COLS)
     }
 

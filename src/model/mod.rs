@@ -36,7 +36,7 @@ use crate::kernels::{Acts, KeySet};
 use crate::store::Shards;
 
 /// Rows that attention handles together.
-const BLOCK: usize = 64;
+const BLOCK: usize = 96;
 
 /// One token at one position of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
