@@ -336,7 +336,16 @@ pub fn bind(
     let total: u64 = census.found.iter().map(|f| stored(f) as u64).sum();
     let memory = Memory { compute, experts: total <= options.memory };
     let (weights, experts) = Binder::new(config, shards, options, Stage::Load(memory)).bind()?;
-    Ok(Bound { weights, experts, warnings: census.warnings(config) })
+    let mut warnings = census.warnings(config);
+    if !memory.experts {
+        let gb = |bytes: u64| bytes as f64 / 1e9;
+        warnings.push(format!(
+            "{:.1} GB of weights do not fit into {:.1} GB of free memory: routed experts are read from the files as needed",
+            gb(total),
+            gb(options.memory)
+        ));
+    }
+    Ok(Bound { weights, experts, warnings })
 }
 
 /// What a walk over the model's tensors does.
