@@ -326,7 +326,7 @@ pub struct ReportArgs {
 /// `glm bench kernels`
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Every product is measured between two plain reads of the same bytes; `ratio` is product over read. Cold products go
+Products and plain reads of the same bytes alternate; `ratio` is product over the fastest read. Cold products go
 through at least --cold of distinct matrices, so that weights come from memory; hot ones repeat one matrix.
 
 Examples:
@@ -372,7 +372,7 @@ pub struct BenchDiskArgs {
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
     /// KB of one read
-    #[arg(long, value_name = "KB,…", value_delimiter = ',', default_values_t = [1024, 4096, 20480], value_parser = clap::value_parser!(u32).range(4..=1 << 20))]
+    #[arg(long, value_name = "KB,…", value_delimiter = ',', default_values_t = [1024, 4096, 20480], value_parser = block_kb)]
     pub block: Vec<u32>,
     /// Numbers of readers
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1, 2, 4], value_parser = clap::value_parser!(u16).range(1..=256))]
@@ -396,8 +396,13 @@ pub struct BenchPoolArgs {
     pub report: ReportArgs,
 }
 
+fn block_kb(s: &str) -> Result<u32, String> {
+    let kb = s.parse::<u32>().ok().filter(|kb| (4..=1 << 20).contains(kb) && kb % 4 == 0);
+    kb.ok_or_else(|| "expected a multiple of 4 up to 1048576".to_owned())
+}
+
 fn shape(s: &str) -> Result<String, String> {
-    let side = |n: &str| n.parse::<usize>().ok().filter(|n| (1..=1 << 20).contains(n));
+    let side = |n: &str| n.parse::<usize>().ok().filter(|n| (1..=1 << 17).contains(n));
     match s.split_once('x') {
         Some((r, c)) if side(r).is_some() && side(c).is_some() => Ok(s.to_owned()),
         _ => Err("expected ROWSxCOLS, for example 2048x6144".to_owned()),

@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Number of compute threads to use by default: the physical cores this process may run on.
 ///
@@ -66,19 +66,51 @@ pub fn peak_rss_bytes() -> u64 {
     }
 }
 
-/// Bytes of memory that can be had without swapping: what the system says, or the limit of this process' control group
-/// if that is less. 0 when neither is known.
-pub fn available_memory() -> u64 {
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let info = read("/proc/meminfo");
-    let available = info
+/// Bytes of memory that can be had without swapping: what the system says is available, or less where a control group of
+/// this process, or one above it, allows less. `None` when the system does not tell.
+pub fn available_memory() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    let available = line.split_whitespace().next()?.parse::<u64>().ok()? * 1024;
+    let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let room = control_groups(&groups).filter_map(|dir| room_in_group(&dir)).min();
+    Some(room.map_or(available, |room| room.min(available)))
+}
+
+/// Directories of the memory control groups named in `/proc/self/cgroup`, and of all above them. A process inside a
+/// container sees its own group at the root.
+fn control_groups(list: &str) -> impl Iterator<Item = PathBuf> {
+    let mut dirs = Vec::new();
+    for line in list.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
+        let root = match controllers {
+            "" => "/sys/fs/cgroup",
+            c if c.split(',').any(|c| c == "memory") => "/sys/fs/cgroup/memory",
+            _ => continue,
+        };
+        for above in Path::new(path.trim_start_matches('/')).ancestors() {
+            dirs.push(Path::new(root).join(above));
+        }
+    }
+    dirs.into_iter()
+}
+
+/// Limit of a control group less what it uses, its file cache not counted.
+fn room_in_group(dir: &Path) -> Option<u64> {
+    let read = |names: [&str; 2]| {
+        names
+            .iter()
+            .find_map(|n| std::fs::read_to_string(dir.join(n)).ok()?.trim().parse::<u64>().ok())
+    };
+    let limit = read(["memory.max", "memory.limit_in_bytes"])?;
+    let used = read(["memory.current", "memory.usage_in_bytes"])?;
+    let stat = std::fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
+    let cache = stat
         .lines()
-        .find_map(|l| l.strip_prefix("MemAvailable:"))
-        .and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok());
-    let limit = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
-        .iter()
-        .find_map(|path| read(path).trim().parse::<u64>().ok());
-    (available.unwrap_or(0) * 1024).min(limit.unwrap_or(u64::MAX))
+        .find_map(|l| l.strip_prefix("inactive_file ")?.parse::<u64>().ok())
+        .unwrap_or(0);
+    Some(limit.saturating_sub(used.saturating_sub(cache)))
 }
 
 /// Opens a file for reads that go past the system's cache: buffer, length and position must be multiples of 4096.
@@ -178,6 +210,25 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn peak_rss_is_plausible() {
         assert!(peak_rss_bytes() > 1 << 20);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn memory_is_known_and_control_groups_are_found_to_the_root() {
+        assert!(available_memory().unwrap() > 1 << 20);
+        let list = "12:cpu,memory:/a/b\n3:pids:/x\n0::/c\n";
+        let dirs: Vec<_> = control_groups(list).collect();
+        let v1 = ["memory/a/b", "memory/a", "memory/"].map(|d| Path::new("/sys/fs/cgroup").join(d));
+        let v2 = ["c", ""].map(|d| Path::new("/sys/fs/cgroup").join(d));
+        assert_eq!(dirs, [&v1[..], &v2].concat());
+        let tmp = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(tmp.path().join(name), text).unwrap();
+        write("memory.max", "max\n");
+        write("memory.current", "70\n");
+        assert_eq!(room_in_group(tmp.path()), None);
+        write("memory.max", "100\n");
+        write("memory.stat", "anon 50\ninactive_file 20\n");
+        assert_eq!(room_in_group(tmp.path()), Some(50));
     }
 
     #[test]

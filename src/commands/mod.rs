@@ -124,19 +124,19 @@ fn variable(name: &str) -> Option<OsString> {
 }
 
 /// The instruction set of `--isa`, else of `GLM_ISA`.
-fn chosen_isa(args: &EngineArgs) -> Result<Option<Isa>> {
+fn chosen_isa(asked: Option<Isa>) -> Result<Option<Isa>> {
     let from_env = || {
         variable("GLM_ISA")
             .map(|v| v.to_string_lossy().parse::<Isa>().map_err(|e| Usage(format!("GLM_ISA: {e}"))))
     };
-    args.isa.map(Ok).or_else(from_env).transpose().map_err(Into::into)
+    asked.map(Ok).or_else(from_env).transpose().map_err(Into::into)
 }
 
 /// Opens the model that the arguments or the environment name, or the built-in one with a note.
 fn open_engine(args: &EngineArgs) -> Result<Engine> {
     let options = Options {
         threads: args.threads.map(usize::from),
-        isa: chosen_isa(args)?,
+        isa: chosen_isa(args.isa)?,
         activations: match args.activations {
             ActivationsArg::Q8 => Activations::Q8,
             ActivationsArg::F32 => Activations::F32,

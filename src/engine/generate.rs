@@ -105,6 +105,9 @@ pub struct Generation<'a> {
     pub passes: usize,
 }
 
+/// Most tokens that room is made for before the first; beyond them the caches grow as they go.
+const RESERVE: usize = 1024;
+
 impl<'a> Generation<'a> {
     /// Starts a generation on a session that holds the prompt (see [`Session::prefill`]).
     ///
@@ -118,6 +121,8 @@ impl<'a> Generation<'a> {
     ) -> Result<Self> {
         ensure!(!session.tokens().is_empty(), "the prompt has no token");
         let mut sampler = Sampler::new(request.params.clone())?;
+        let room = engine.context().saturating_sub(session.tokens().len());
+        session.reserve(request.max_tokens.min(room).min(RESERVE));
         session.tokens().iter().for_each(|&id| sampler.accept(id));
         let end_think = engine.tokenizer.control_id("</think>").filter(|_| request.chat);
         // A chat prompt that leaves a think tag open continues inside the reasoning.

@@ -102,6 +102,12 @@ pub struct Engine {
     ctx: usize,
 }
 
+/// Bytes that weights may take: free memory without an eighth for caches and everything else. All where the system does
+/// not tell.
+fn free_memory() -> u64 {
+    sys::available_memory().map_or(u64::MAX, |free| free / 8 * 7)
+}
+
 /// The small files of a model, as bytes.
 struct SideFiles<'a> {
     config: &'a [u8],
@@ -212,7 +218,7 @@ impl Engine {
         let bind = BindOptions {
             quantize: options.quantize,
             no_indexer: options.no_indexer,
-            memory: options.memory.unwrap_or_else(|| sys::available_memory() / 8 * 7),
+            memory: options.memory.unwrap_or_else(free_memory),
         };
         let model = Model::load(config, shards, bind, compute, dir)?;
         let ctx = options.ctx.unwrap_or_else(|| model.max_context());

@@ -56,7 +56,7 @@ impl Session {
 
     /// Makes room for `n` more tokens, so that decoding them allocates nothing.
     pub fn reserve(&mut self, n: usize) {
-        self.tokens.reserve(n);
+        self.tokens.reserve_exact(n);
         self.kv.reserve(n);
     }
 

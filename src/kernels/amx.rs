@@ -1,6 +1,8 @@
 //! AMX int8 tiles on 64-bit Linux, beside the AVX-512 VNNI kernels.
 //!
-//! The tile registers are not known to the compiler, so they keep their contents between the `asm!` blocks here.
+//! The blocks of `asm!` below leave values in tile registers for each other. The compiler does not promise that they stay,
+//! but it has no reason to touch a register file that no Rust type lives in and that it may not use without the AMX target
+//! features, which are never enabled here; [`available`] compares one product before the set is offered.
 
 use std::arch::asm;
 use std::arch::x86_64::*;

@@ -356,7 +356,7 @@ impl Kernels {
         self.isa
     }
 
-    /// Reads every byte once, in order, fetching `ahead` bytes ahead (0: not): what a product can at best be as fast as.
+    /// Reads every whole piece of 256 bytes once, in order, fetching `ahead` bytes ahead (0: not): what a product can at best be as fast as.
     pub fn stream(&self, bytes: &[u8], ahead: usize) -> u64 {
         // SAFETY: a table is only handed out on a CPU with its features (`for_isa`).
         unsafe { (self.stream)(bytes, ahead) }
@@ -447,7 +447,7 @@ impl Kernels {
     /// # Panics
     /// When the format has no panels, `w` already lies in them, or `out` is not one strip.
     pub fn pack_strip(&self, w: &MatView<'_>, s: usize, out: &mut [u8]) {
-        assert!(!w.in_panels() && s * 16 < w.rows(), "a strip of a matrix as stored");
+        assert!(!w.in_panels() && s * simd::LANES < w.rows(), "a strip of a matrix as stored");
         let strip = panel_bytes(w.format(), 1, w.cols());
         assert_eq!(Some(out.len()), strip, "bytes of one strip");
         // SAFETY: as in `dot`.
@@ -472,9 +472,10 @@ impl Kernels {
                 assert!(p.iter().all(|&p| (p as usize) < keys.len()), "positions inside the cache");
             }
         }
-        if n == 0 {
+        if n == 0 || out.is_empty() {
             return;
         }
+        assert!((0..n).all(|i| seen.of(i) > 0), "every query sees a position");
         // SAFETY: as in `dot`.
         with_scratch(|s| unsafe { (self.attend)(q, keys, seen, scale, out, s) });
     }
@@ -494,6 +495,11 @@ impl Kernels {
         n: usize,
     ) {
         assert!(first + terms <= w.rows(), "rows of the matrix");
+        let holds = |len: usize, stride: usize, row: usize| n == 0 || (n - 1) * stride + row <= len;
+        assert!(
+            holds(q.data.len(), q.stride, terms) && holds(out.data.len(), out.stride, w.cols()),
+            "rows of the queries and of the outputs"
+        );
         // SAFETY: as in `dot`.
         with_scratch(|s| unsafe {
             (self.absorb)(w, first, terms, (q.data, q.stride), (out.data, out.stride), n, s);
@@ -513,7 +519,7 @@ impl Kernels {
         scale: f32,
         out: &mut [f32],
     ) {
-        assert!(q.len() == w.len() * keys.width(), "width of a query and of an index key");
+        assert!(!w.is_empty() && q.len() == w.len() * keys.width(), "heads of the width of a key");
         assert!(first + out.len() <= keys.len(), "positions inside the cache");
         // SAFETY: as in `dot`.
         with_scratch(|s| unsafe { (self.index_scores)(q, w, keys, first, scale, out, s) });

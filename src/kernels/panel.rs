@@ -100,7 +100,8 @@ pub(super) fn pack_strip(w: &MatView<'_>, s: usize, out: &mut [u8], codes: &mut 
     let (stride, cols) = (g.stride(), w.cols());
     let group = group_of(w.format());
     let offset = offset(w.format());
-    if !w.rows().is_multiple_of(LANES) && s == w.rows() / LANES || !cols.is_multiple_of(GROUP) {
+    let ragged = !w.rows().is_multiple_of(LANES) && s == w.rows() / LANES;
+    if ragged || !cols.is_multiple_of(GROUP) || g.steps > 1 {
         // What the loops below do not overwrite must be the code of zero.
         out.fill(0);
         for r in 0..LANES {

@@ -72,6 +72,7 @@ pub(super) trait Simd {
         _tile: &mut TileMut<'_>,
         _scratch: &mut Scratch,
     ) {
+        unreachable!("only called by sets that set MANY");
     }
     /// The codes of a block as signed bytes, quad by quad.
     #[cfg(any(test, target_arch = "x86_64"))]

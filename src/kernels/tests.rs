@@ -52,6 +52,10 @@ enum Fill {
     /// Every byte 0x80 or 0x7f: the extreme codes.
     Extreme,
     Zero,
+    /// Every bit set, against activations of one sign: the largest sums of offset codes.
+    Full,
+    /// Every byte 0x80, against activations of one sign: the largest sums of signed bytes.
+    Lowest,
 }
 
 /// Random codes that are valid numbers in their format (no NaN), and scales.
@@ -72,6 +76,8 @@ fn matrix(f: Format, rows: usize, cols: usize, fill: Fill, rng: &mut Rng) -> (Ve
         (_, Fill::Extreme) => {
             (0..n).map(|_| if rng.next() & 1 == 0 { 0x80 } else { 0x7f }).collect()
         }
+        (_, Fill::Full) => vec![0xff; n],
+        (_, Fill::Lowest) => vec![0x80; n],
         (_, Fill::Random) => (0..n).map(|_| rng.next() as u8).collect(),
     };
     let scales = (0..f.n_scales(rows, cols))
@@ -88,9 +94,14 @@ fn bits(v: &[f32]) -> Vec<u32> {
 fn panels(k: &Kernels, w: &MatView<'_>) -> Vec<u8> {
     let bytes = panel_bytes(w.format(), w.rows(), w.cols()).unwrap();
     let strip = bytes / w.rows().div_ceil(16);
-    // Filled with ones: what packing leaves out would show.
-    let mut out = vec![0xff; bytes];
-    out.chunks_mut(strip).enumerate().for_each(|(s, out)| k.pack_strip(w, s, out));
+    // What packing leaves out would show.
+    let pack = |fill: u8| {
+        let mut out = vec![fill; bytes];
+        out.chunks_mut(strip).enumerate().for_each(|(s, out)| k.pack_strip(w, s, out));
+        out
+    };
+    let out = pack(0xff);
+    assert!(out == pack(0), "{} {}×{}: a byte is not written", w.format(), w.rows(), w.cols());
     out
 }
 
@@ -131,10 +142,13 @@ fn products_are_equal_for_every_format_layout_shape_and_batch() {
     let mut rng = Rng(7);
     for f in FORMATS {
         for (rows, cols, s) in SHAPES {
-            for fill in [Fill::Random, Fill::Extreme, Fill::Zero] {
+            for fill in [Fill::Random, Fill::Extreme, Fill::Zero, Fill::Full, Fill::Lowest] {
                 let (codes, scales) = matrix(f, rows, cols, fill, &mut rng);
                 let w = MatView::new(f, rows, cols, &codes, &scales);
                 let x = match fill {
+                    Fill::Full | Fill::Lowest => {
+                        (0..s * cols).map(|i| if i / cols % 2 == 0 { 1.0 } else { -1.0 }).collect()
+                    }
                     Fill::Extreme => (0..s * cols)
                         .map(|_| if rng.next() & 1 == 0 { 1.0 } else { -1.0 })
                         .collect(),

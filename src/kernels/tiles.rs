@@ -4,7 +4,7 @@
 //! activation rows × 64 codes are a left-hand tile, and one tile product is the exact int32 sums of 16 × 16 outputs over
 //! one 64-group, so the float chain per output is that of every other kernel.
 //!
-//! Blocks are taken 16 at a time, unpacked once for all activation rows. Four result tiles rotate: the sums of a batch
+//! Blocks are taken 16 at a time and unpacked once for up to 64 activation rows. Four result tiles rotate: the sums of a batch
 //! are scaled while the next one is multiplied, because reading a tile right after it was stored waits for the store.
 #![forbid(unsafe_code)]
 
@@ -79,7 +79,7 @@ impl Tiles for PlainTiles {
 pub(super) struct TileScratch {
     activations: Vec<Tile>,     // (row tiles, blocks)
     scales: Vec<[f32; LANES]>,  // (row tiles, blocks)
-    weights: Vec<Tile>,         // BLOCKS, zero beyond the last block
+    weights: Vec<Tile>,         // BLOCKS
     partial: Vec<[f32; LANES]>, // (row tiles, 16)
 }
 

@@ -43,9 +43,11 @@ impl Compute {
         // A few tasks per thread even out a core that is slower for a while; long sections take more of them, because
         // the others wait for the last.
         let long = cols.saturating_mul(work).saturating_mul(bands) >= LONG_WORK;
-        let per_thread = if long { 16 } else { 4 };
+        let per_thread = if long { 16 } else { 8 };
         let tasks = (per_thread * self.pool.threads()).div_ceil(bands.max(1));
-        by_work.max(cols.div_ceil(tasks)).next_multiple_of(TASK_COLS)
+        let chunk = by_work.max(cols.div_ceil(tasks));
+        // Few outputs are rather split below two strips than left to one thread.
+        if chunk >= TASK_COLS / 2 { chunk.next_multiple_of(TASK_COLS) } else { chunk }
     }
 
     /// RMS norm of the rows of `x` into `y`, ready for products. False when a value is not finite.

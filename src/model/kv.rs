@@ -52,8 +52,8 @@ impl Plane {
 
     fn reserve(&mut self, n: usize) {
         match &mut self.data {
-            PlaneData::F16(v) => v.reserve(n * self.width),
-            PlaneData::F32(v) => v.reserve(n * self.width),
+            PlaneData::F16(v) => v.reserve_exact(n * self.width),
+            PlaneData::F32(v) => v.reserve_exact(n * self.width),
         }
     }
 

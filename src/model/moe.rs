@@ -56,6 +56,8 @@ struct TaskScratch {
     scores: Vec<f32>,
     choice: Vec<f32>,
     ids: Vec<u32>,
+    groups: Vec<u32>,
+    ranks: Vec<f32>,
 }
 
 /// The experts of one row, by descending choice, with their weights.
@@ -149,7 +151,7 @@ fn choose_row(
     route: &mut Route,
     task: &mut TaskScratch,
 ) -> bool {
-    let TaskScratch { scores, choice, ids, .. } = task;
+    let TaskScratch { scores, choice, ids, groups, ranks, .. } = task;
     scores.clear();
     scores.extend(logits.iter().map(|&l| math::sigmoid(l)));
     choice.clear();
@@ -160,7 +162,7 @@ fn choose_row(
     ids.clear();
     ids.extend(0..c.n_experts as u32);
     if c.n_group > 1 {
-        limit_to_groups(c, choice, ids);
+        limit_to_groups(c, choice, ids, groups, ranks);
     }
     best(ids, choice, c.top_k);
     for (slot, &e) in route.iter_mut().zip(ids.iter()) {
@@ -185,7 +187,13 @@ fn best(ids: &mut Vec<u32>, by: &[f32], k: usize) {
 }
 
 /// Keeps the experts of the best groups; a group is worth the sum of its two best choices.
-fn limit_to_groups(c: &Config, choice: &[f32], ids: &mut Vec<u32>) {
+fn limit_to_groups(
+    c: &Config,
+    choice: &[f32],
+    ids: &mut Vec<u32>,
+    groups: &mut Vec<u32>,
+    ranks: &mut Vec<f32>,
+) {
     let size = c.n_experts / c.n_group;
     let worth = |group: &[f32]| {
         let mut top = [f32::NEG_INFINITY; 2];
@@ -198,9 +206,11 @@ fn limit_to_groups(c: &Config, choice: &[f32], ids: &mut Vec<u32>) {
         }
         if size > 1 { top[0] + top[1] } else { top[0] }
     };
-    let ranks: Vec<f32> = choice.chunks(size).map(worth).collect();
-    let mut groups: Vec<u32> = (0..c.n_group as u32).collect();
-    best(&mut groups, &ranks, c.topk_group);
+    ranks.clear();
+    ranks.extend(choice.chunks(size).map(worth));
+    groups.clear();
+    groups.extend(0..c.n_group as u32);
+    best(groups, ranks, c.topk_group);
     ids.retain(|&e| groups.contains(&(e / size as u32)));
 }
 

@@ -102,6 +102,7 @@ impl HeadRows {
             // Formats that are read as stored need no copy.
             let own = kv_b.format().is_integer().then(|| kv_b.pick_rows(rows(first, n)));
             match own.flatten() {
+                Some(mat) if first == 0 => Self { mat: mat.kept_as_stored(), first: 0, stride: n },
                 Some(mat) => Self { mat, first: 0, stride: n },
                 None => Self { mat: kv_b.clone(), first, stride },
             }
@@ -213,7 +214,8 @@ pub struct BindOptions {
     pub quantize: Option<Format>,
     /// Ignore an indexer that config promises: attention is dense and the context ends at its `top_k`.
     pub no_indexer: bool,
-    /// Bytes that weights may take. When all of them together are more, routed experts stay mapped as stored.
+    /// Bytes that weights may take. When all of them together are more, routed experts stay mapped as stored; when the
+    /// others alone are more, all do.
     pub memory: u64,
 }
 
@@ -221,7 +223,9 @@ pub struct BindOptions {
 #[derive(Clone, Copy)]
 struct Memory<'a> {
     compute: &'a Compute,
-    /// Whether routed experts are moved too.
+    /// Whether weights other than routed experts are moved into memory of their own.
+    dense: bool,
+    /// Whether routed experts are.
     experts: bool,
 }
 
@@ -333,15 +337,28 @@ pub fn bind(
         }
         _ => f.bytes,
     };
-    let total: u64 = census.found.iter().map(|f| stored(f) as u64).sum();
-    let memory = Memory { compute, experts: total <= options.memory };
+    let bytes_of = |routed: bool| -> u64 {
+        let part = census.found.iter().filter(|f| (f.class == Class::Expert) == routed);
+        part.map(|f| stored(f) as u64).sum()
+    };
+    let (dense, routed) = (bytes_of(false), bytes_of(true));
+    let memory = Memory {
+        compute,
+        dense: dense <= options.memory,
+        experts: dense + routed <= options.memory,
+    };
     let (weights, experts) = Binder::new(config, shards, options, Stage::Load(memory)).bind()?;
     let mut warnings = census.warnings(config);
     if !memory.experts {
         let gb = |bytes: u64| bytes as f64 / 1e9;
+        let what = if memory.dense { "routed experts" } else { "all weights" };
+        let from = match options.quantize {
+            Some(_) => "stay in the form that they were quantized to",
+            None => "are read from the files as needed",
+        };
         warnings.push(format!(
-            "{:.1} GB of weights do not fit into {:.1} GB of free memory: routed experts are read from the files as needed",
-            gb(total),
+            "{:.1} GB of weights do not fit into the {:.1} GB that they may take: {what} {from}",
+            gb(dense + routed),
             gb(options.memory)
         ));
     }
@@ -423,7 +440,7 @@ impl<'a> Binder<'a> {
         if !kv_b.format().is_integer() {
             self.settle(vec![&mut kv_b])?;
         }
-        let (k_b, mut v_b) = match self.memory() {
+        let (mut k_b, mut v_b) = match self.memory() {
             Some(_) => HeadRows::split(&kv_b, c),
             None => (HeadRows::none(), HeadRows::none()),
         };
@@ -480,10 +497,10 @@ impl<'a> Binder<'a> {
                 }
             }
             let mats: Vec<_> = layer_experts.iter_mut().flat_map(GatedMlp::mats).collect();
-            self.settle(mats)?;
+            self.settle_experts(mats)?;
         }
         experts.push(layer_experts);
-        let mut mats = vec![&mut q_a, &mut q_b, &mut kv_a, &mut v_b.mat, &mut o];
+        let mut mats = vec![&mut q_a, &mut q_b, &mut kv_a, &mut k_b.mat, &mut v_b.mat, &mut o];
         if let Some(x) = &mut indexer {
             mats.extend([&mut x.q_b, &mut x.k, &mut x.head_weights]);
         }
@@ -507,9 +524,16 @@ impl<'a> Binder<'a> {
         }
     }
 
-    /// Moves matrices into memory of their own in the stage that loads.
+    /// Moves matrices into memory of their own in the stage that loads, if there is room.
     fn settle(&self, mut mats: Vec<&mut Mat>) -> Result<()> {
-        self.memory().map_or(Ok(()), |m| settle(&mut mats, m.compute.kernels, &m.compute.pool))
+        let memory = self.memory().filter(|m| m.dense);
+        memory.map_or(Ok(()), |m| settle(&mut mats, m.compute.kernels, &m.compute.pool))
+    }
+
+    /// The same for the experts of a layer.
+    fn settle_experts(&self, mut mats: Vec<&mut Mat>) -> Result<()> {
+        let memory = self.memory().filter(|m| m.experts);
+        memory.map_or(Ok(()), |m| settle(&mut mats, m.compute.kernels, &m.compute.pool))
     }
 
     fn gated(&mut self, prefix: &str, width: usize, class: Class) -> Result<GatedMlp> {

@@ -154,6 +154,13 @@ impl Scales {
         self.len() == 0
     }
 
+    /// Tells the system that all of them will be read soon.
+    fn will_need(&self) {
+        if self.copied.get().is_none() {
+            self.bytes.will_need();
+        }
+    }
+
     /// The values.
     #[inline]
     pub fn as_slice(&self) -> &[f32] {
@@ -187,6 +194,8 @@ pub struct Mat {
     layout: Layout,
     /// The file it came from, once it was moved into memory of its own.
     origin: Option<Arc<Path>>,
+    /// Whether it stays as stored when it is moved, for a matrix whose rows are read one by one.
+    rows_only: bool,
 }
 
 /// How the bytes of a matrix lie.
@@ -206,7 +215,19 @@ impl Mat {
     pub fn new(format: Format, rows: usize, cols: usize, codes: Bytes, scales: Scales) -> Self {
         assert_eq!(codes.len(), rows * format.row_bytes(cols), "codes of a {rows}×{cols} {format}");
         assert_eq!(scales.len(), format.n_scales(rows, cols), "scales of a {rows}×{cols} {format}");
-        Self { format, rows, cols, layout: Layout::Rows { codes, scales }, origin: None }
+        Self {
+            format,
+            rows,
+            cols,
+            layout: Layout::Rows { codes, scales },
+            origin: None,
+            rows_only: false,
+        }
+    }
+
+    /// The same matrix, not to be put into panels.
+    pub fn kept_as_stored(self) -> Self {
+        Self { rows_only: true, ..self }
     }
 
     /// A borrowed view for kernels.
@@ -244,8 +265,11 @@ impl Mat {
             return None;
         }
         let view = self.view();
-        let codes: Vec<u8> = rows.clone().flat_map(|r| view.row_codes(r)).copied().collect();
-        let scales: Vec<f32> = rows.clone().flat_map(|r| view.row_scales(r)).copied().collect();
+        let (mut codes, mut scales) = (Vec::new(), Vec::new());
+        for r in rows.clone() {
+            codes.extend_from_slice(view.row_codes(r));
+            scales.extend_from_slice(view.row_scales(r));
+        }
         let codes = Bytes::owned(codes, &self.path().display().to_string());
         Some(Self::new(self.format, rows.count(), self.cols, codes, Scales::owned(scales)))
     }

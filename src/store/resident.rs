@@ -1,4 +1,4 @@
-//! Moving matrices into memory of their own: integer formats as panels, the others as stored.
+//! Moving matrices into memory of their own: integer formats as panels, the others, and those kept so, as stored.
 //!
 //! The memory of a group of matrices is one anonymous map in huge pages. A mapped file has 4 KiB pages, whose address
 //! translation costs a matrix product a third of the memory bandwidth.
@@ -26,11 +26,11 @@ struct Place {
     codes: std::ops::Range<usize>,
     /// Scales as stored; empty for panels.
     scales: std::ops::Range<usize>,
-    /// Bytes that belong together: a strip, or 1 for codes as stored.
-    unit: usize,
+    /// Bytes of a strip; `None` for codes as stored.
+    strip: Option<usize>,
 }
 
-/// Copies the matrices into new memory, in parallel. Matrices already in panels stay where they are.
+/// Copies the matrices into new memory, in parallel. Matrices that were moved before stay where they are.
 ///
 /// # Errors
 /// The system refuses the memory.
@@ -42,12 +42,18 @@ pub fn settle(mats: &mut [&mut Mat], kernels: &Kernels, pool: &Pool) -> Result<(
         at..at + n
     };
     let mut moving: Vec<(&mut Mat, Place)> = Vec::new();
-    for mat in mats.iter_mut().filter(|m| m.rows > 0) {
+    for mat in mats.iter_mut().filter(|m| m.rows > 0 && m.origin.is_none()) {
         let Layout::Rows { codes, scales } = &mat.layout else { continue };
-        let place = match panel_bytes(mat.format, mat.rows, mat.cols) {
-            Some(n) => Place { codes: take(n), scales: 0..0, unit: n / mat.rows.div_ceil(STRIP) },
-            None => Place { codes: take(codes.len()), scales: take(4 * scales.len()), unit: 1 },
+        let strip = panel_bytes(mat.format, 1, mat.cols).filter(|_| !mat.rows_only);
+        let place = match strip {
+            Some(strip) => Place {
+                codes: take(mat.rows.div_ceil(STRIP) * strip),
+                scales: 0..0,
+                strip: Some(strip),
+            },
+            None => Place { codes: take(codes.len()), scales: take(4 * scales.len()), strip: None },
         };
+        scales.will_need();
         codes.will_need();
         moving.push((mat, place));
     }
@@ -67,12 +73,12 @@ pub fn settle(mats: &mut [&mut Mat], kernels: &Kernels, pool: &Pool) -> Result<(
             start: r.start,
             end: r.end,
         };
-        mat.layout = match place.unit {
-            1 => Layout::Rows {
+        mat.layout = match place.strip {
+            None => Layout::Rows {
                 codes: bytes(&place.codes),
                 scales: Scales::new(bytes(&place.scales)),
             },
-            _ => Layout::Panels(bytes(&place.codes)),
+            Some(_) => Layout::Panels(bytes(&place.codes)),
         };
         mat.origin = Some(Arc::from(origin));
     }
@@ -83,14 +89,15 @@ pub fn settle(mats: &mut [&mut Mat], kernels: &Kernels, pool: &Pool) -> Result<(
 fn fill(memory: &mut [u8], moving: &[(&mut Mat, Place)], kernels: &Kernels, pool: &Pool) {
     let mut rest = memory;
     let mut at = 0;
-    let mut parts: Vec<(&Mat, usize, &mut [u8])> = Vec::new();
+    let mut parts: Vec<(&Mat, Option<usize>, usize, &mut [u8])> = Vec::new();
     for (mat, place) in moving {
         let (_, tail) = std::mem::take(&mut rest).split_at_mut(place.codes.start - at);
         let (codes, tail) = tail.split_at_mut(place.codes.len());
         at = place.codes.end;
-        let size = (TASK_BYTES / place.unit).max(1) * place.unit;
+        let unit = place.strip.unwrap_or(1);
+        let size = (TASK_BYTES / unit).max(1) * unit;
         for (i, part) in codes.chunks_mut(size).enumerate() {
-            parts.push((mat, i * (size / place.unit), part));
+            parts.push((mat, place.strip, i * (size / unit), part));
         }
         rest = tail;
         if !place.scales.is_empty() {
@@ -104,9 +111,9 @@ fn fill(memory: &mut [u8], moving: &[(&mut Mat, Place)], kernels: &Kernels, pool
             rest = tail;
         }
     }
-    pool.par_each(parts, |(mat, first, out)| {
+    pool.par_each(parts, |(mat, strip, first, out)| {
         let Layout::Rows { codes, .. } = &mat.layout else { return };
-        match panel_bytes(mat.format, 1, mat.cols) {
+        match strip {
             Some(strip) => {
                 let view = mat.view();
                 for (i, out) in out.chunks_mut(strip).enumerate() {

@@ -16,7 +16,7 @@ use crate::sys;
 pub(super) fn measure_disk(args: &BenchDiskArgs) -> Result<Outcome> {
     let cancel = cancel_flag()?;
     let (path, len) = largest_file(args)?;
-    let amount = u64::from(args.amount) * 1_000_000;
+    let amount = args.amount as usize * 1_000_000;
     let longest = args.block.iter().max().map_or(0, |&k| u64::from(k) * 1024);
     ensure!(
         len >= 2 * longest.max(1 << 20),
@@ -32,6 +32,7 @@ pub(super) fn measure_disk(args: &BenchDiskArgs) -> Result<Outcome> {
         for &block in &args.block {
             for &readers in &args.readers {
                 let block = block as usize * 1024;
+                let n = amount.div_ceil(block);
                 let mut times = Vec::new();
                 for rep in 0..args.report.reps {
                     if cancel.load(Ordering::Relaxed) {
@@ -40,8 +41,9 @@ pub(super) fn measure_disk(args: &BenchDiskArgs) -> Result<Outcome> {
                     if io == "buffered" {
                         sys::drop_from_cache(&file);
                     }
-                    let job = Job { file: &file, len, block, seed: u64::from(rep) };
-                    times.push(job.run((amount as usize).div_ceil(block), readers.into())?);
+                    let job = Job { file: &file, len, block, first: u64::from(rep) * n as u64 };
+                    let taken = job.run(n, readers.into());
+                    times.push(taken.with_context(|| path.display().to_string())?);
                     bar.inc(1);
                 }
                 let seconds = median(&mut times);
@@ -49,7 +51,7 @@ pub(super) fn measure_disk(args: &BenchDiskArgs) -> Result<Outcome> {
                     "io": io,
                     "block_kb": block / 1024,
                     "readers": readers,
-                    "gbps": round(amount as f64 / seconds / 1e9, 2),
+                    "gbps": round((n * block) as f64 / seconds / 1e9, 2),
                 }));
             }
         }
@@ -64,13 +66,15 @@ struct Job<'a> {
     file: &'a File,
     len: u64,
     block: usize,
-    seed: u64,
+    /// Number of the first block of this repeat: repeats read other places while there are enough.
+    first: u64,
 }
 
 impl Job<'_> {
     /// Seconds that `readers` threads need for `n` blocks at places that no two blocks share while there are enough.
     fn run(&self, n: usize, readers: usize) -> Result<f64> {
         let places = self.len / self.block as u64;
+        let step = coprime_step(places);
         let next = AtomicUsize::new(0);
         let mut result = Ok(());
         let taken = seconds(|| {
@@ -82,8 +86,7 @@ impl Job<'_> {
                         if i >= n as u64 {
                             return Ok(());
                         }
-                        // An odd multiplier visits every place of a power of two once; of other counts nearly so.
-                        let place = (i + self.seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) % places;
+                        let place = (i + self.first) % places * step % places;
                         sys::read_exact_at(self.file, &mut buffer, place * self.block as u64)
                             .context("cannot read")?;
                     }
@@ -99,6 +102,19 @@ impl Job<'_> {
         });
         result.map(|()| taken)
     }
+}
+
+/// A step that visits all of `n` places before it repeats one, far from place to place.
+fn coprime_step(n: u64) -> u64 {
+    let gcd = |mut a: u64, mut b: u64| {
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    };
+    // The golden section; some number within a few hundred is coprime.
+    let start = (n as f64 * 0.618) as u64;
+    (start.max(1)..).find(|&step| gcd(step, n) == 1).unwrap_or(1)
 }
 
 fn largest_file(args: &BenchDiskArgs) -> Result<(PathBuf, u64)> {

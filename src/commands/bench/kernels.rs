@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{median, print_rows, seconds, thread_counts};
 use crate::cli::BenchKernelsArgs;
-use crate::commands::{Outcome, Usage, cancel_flag, progress_bar, round};
+use crate::commands::{Outcome, Usage, cancel_flag, chosen_isa, progress_bar, round};
 use crate::kernels::{Activations, Acts, Format, Isa, Kernels, Keys, Seen};
 use crate::model::Compute;
 use crate::pool::{Bands, Pool};
@@ -40,7 +40,7 @@ struct Case<'a> {
 
 pub(super) fn measure_kernels(args: &BenchKernelsArgs) -> Result<Outcome> {
     let cancel = cancel_flag()?;
-    let isa = args.isa.unwrap_or_else(Isa::best);
+    let isa = chosen_isa(args.isa)?.unwrap_or_else(Isa::best);
     let kernels = Kernels::for_isa(isa)
         .ok_or_else(|| Usage(format!("this CPU lacks {isa}; `glm --version` lists what it has")))?;
     let formats: Vec<Format> =
@@ -58,12 +58,10 @@ pub(super) fn measure_kernels(args: &BenchKernelsArgs) -> Result<Outcome> {
             for shape in &args.shape {
                 let (r, c) = shape.split_once('x').context("a shape")?;
                 let (r, c): (usize, usize) = (r.parse()?, c.parse()?);
-                let one = format.total_bytes(r, c);
                 let cold = (args.cold as usize).saturating_mul(1_000_000);
-                for n in [1, cold.div_ceil(one)] {
-                    if n == 0 || (n == 1 && cold > one && args.batch == [1]) {
-                        continue;
-                    }
+                let n = cold.div_ceil(format.total_bytes(r, c));
+                // Once hot, once cold.
+                for n in [1, n].into_iter().take(if n > 1 { 2 } else { 1 }) {
                     let mut mats = matrices(format, r, c, n);
                     settle(&mut mats.iter_mut().collect::<Vec<_>>(), kernels, &compute.pool)?;
                     for &batch in &args.batch {
@@ -163,7 +161,7 @@ fn attention(compute: &Compute, n: usize, reps: u32) -> [Value; 2] {
     let seen = vec![n; group];
     let attend = measure(
         compute,
-        &Case { rows: n, ..case("attend", n, WIDTH, n * HEADS * (WIDTH + RANK)) },
+        &case("attend", n, WIDTH, n * HEADS * (WIDTH + RANK)),
         reps,
         &[&bytes],
         || {
