@@ -89,7 +89,7 @@ part() { # NAME COMMAND…: runs it and notes how long it took
   shift
   echo "== $name"
   "$@" || { echo "== failed: $name, after $((SECONDS - start)) s" >&2; exit 1; }
-  times+=("$name: $((SECONDS - start)) s")
+  times+=("$((SECONDS - start)) s  $name")
 }
 part "build with $("$rustc" --version)" cargo test --release --target $target --lib --test it --no-run
 for cpu in "${cpus[@]}"; do
