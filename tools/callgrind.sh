@@ -8,8 +8,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v valgrind >/dev/null || { echo "valgrind is missing: apt-get install valgrind" >&2; exit 2; }
 
-target=${CARGO_TARGET_DIR:-target}/callgrind
-CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_STRIP=none cargo build --release --quiet --target-dir "$target"
+target=${CARGO_TARGET_DIR:-target/callgrind}
+CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_STRIP=none \
+  cargo build --release --quiet --target-dir "$target"
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
