@@ -13,7 +13,6 @@
 
 use super::format::{FP8_BLOCK, Format, GROUP, MatView};
 use super::math::silu;
-use super::product::row_codes;
 use super::simd::{LANES, Simd, bf16_to_f32, each, f16_to_f32, finish, tree, upto4};
 use super::{Scratch, panel};
 
@@ -286,6 +285,12 @@ pub(super) fn unpack_row(w: &MatView<'_>, r: usize, out: &mut [i8]) {
         f => unreachable!("{f} has no integer codes"),
     }
     out[cols..].fill(0);
+}
+
+/// Codes of row `r` wherever they lie, whole groups.
+#[inline(always)]
+fn row_codes(w: &MatView<'_>, r: usize, out: &mut [i8]) {
+    if w.in_panels() { panel::unpack_row(w, r, out) } else { unpack_row(w, r, out) }
 }
 
 /// Row `r` as f32, in the scratch.

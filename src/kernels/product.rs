@@ -7,7 +7,7 @@
 
 use super::format::{Format, GROUP, MatView};
 use super::panel::{
-    self, Codes, Geometry, Int2Codes, Int3Codes, Int4Codes, Int8Codes, VECTOR, group_of, steps,
+    Codes, Geometry, Int2Codes, Int3Codes, Int4Codes, Int8Codes, VECTOR, group_of, steps,
 };
 use super::portable::{dequant_row, dot_n, unpack_row};
 use super::simd::{LANES, Simd, add_quad, bf16_to_f32, dot_i8, each, finish, upto4};
@@ -350,10 +350,4 @@ fn stepped<S: Simd>(w: &MatView<'_>, first: usize, x: &Input<'_>, tile: &mut Til
             put(tile, i, s, first, &y);
         }
     }
-}
-
-/// Codes of row `r` wherever they lie, whole groups.
-#[inline(always)]
-pub(super) fn row_codes(w: &MatView<'_>, r: usize, out: &mut [i8]) {
-    if w.in_panels() { panel::unpack_row(w, r, out) } else { unpack_row(w, r, out) }
 }
