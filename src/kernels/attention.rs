@@ -12,7 +12,7 @@ use super::simd::{LANES, Simd, each, f16_to_f32};
 use super::{Keys, Scratch, Seen};
 
 /// Keys per block of the running softmax.
-pub(super) const BLOCK: usize = 64;
+const BLOCK: usize = 64;
 
 /// Rows `at..at + len` of what the queries see, as f32 in `buf` or in place.
 #[inline(always)]
@@ -42,7 +42,7 @@ fn key_rows<'a, S: Simd>(
 
 /// f16 bit patterns as f32.
 #[inline(always)]
-pub(super) fn widen<S: Simd>(from: &[u16], to: &mut [f32]) {
+fn widen<S: Simd>(from: &[u16], to: &mut [f32]) {
     let (to_chunks, to_tail) = to.as_chunks_mut::<LANES>();
     let (chunks, tail) = from.as_chunks::<LANES>();
     for (o, h) in to_chunks.iter_mut().zip(chunks) {
@@ -78,8 +78,10 @@ pub(super) fn attend<S: Simd>(
         let len = BLOCK.min(longest - at);
         let rows = key_rows::<S>(keys, seen, at, len, buf);
         scores::<S>(q, rows, width, p);
+        // How many of these keys a query sees.
+        let here = |i: usize| seen.of(i).saturating_sub(at).min(len);
         for i in 0..n {
-            let seen_here = seen.of(i).saturating_sub(at).min(len);
+            let seen_here = here(i);
             if seen_here == 0 {
                 continue;
             }
@@ -94,17 +96,11 @@ pub(super) fn attend<S: Simd>(
             sum[i] *= shrink;
             out[i * rank..(i + 1) * rank].iter_mut().for_each(|v| *v *= shrink);
             p.iter_mut().for_each(|v| *v = exp(*v - new_max));
-        }
-        for i in 0..n {
-            let seen_here = seen.of(i).saturating_sub(at).min(len);
-            for p in &p[i * BLOCK..][..seen_here] {
-                sum[i] += p;
-            }
+            sum[i] = p[..seen_here].iter().fold(sum[i], |sum, p| sum + p);
         }
         // Neighbours that see as many of these keys are added together.
         let mut i = 0;
         while i < n {
-            let here = |i: usize| seen.of(i).saturating_sub(at).min(len);
             let same = (i..n).take_while(|&k| here(k) == here(i)).count();
             let count = here(i);
             if count > 0 {

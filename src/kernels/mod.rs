@@ -356,7 +356,8 @@ impl Kernels {
         self.isa
     }
 
-    /// Reads every whole piece of 256 bytes once, in order, fetching `ahead` bytes ahead (0: not): what a product can at best be as fast as.
+    /// Reads every whole piece of 256 bytes once, in order, fetching `ahead` bytes ahead (0: not): what a product can
+    /// at best be as fast as.
     pub fn stream(&self, bytes: &[u8], ahead: usize) -> u64 {
         // SAFETY: a table is only handed out on a CPU with its features (`for_isa`).
         unsafe { (self.stream)(bytes, ahead) }

@@ -490,14 +490,14 @@ impl<'a> Binder<'a> {
         } else {
             FeedForward::Dense(self.gated(&n("mlp."), c.d_ff, Class::Dense)?)
         };
-        if self.memory().is_some_and(|m| m.experts) {
+        if let Some(m) = self.memory().filter(|m| m.experts) {
             for (e, mlp) in layer_experts.iter().enumerate() {
                 for (part, mat) in mlp.parts() {
                     mat.check_scales(&expert_name(i, e, part))?;
                 }
             }
-            let mats: Vec<_> = layer_experts.iter_mut().flat_map(GatedMlp::mats).collect();
-            self.settle_experts(mats)?;
+            let mut mats: Vec<_> = layer_experts.iter_mut().flat_map(GatedMlp::mats).collect();
+            settle(&mut mats, m.compute.kernels, &m.compute.pool)?;
         }
         experts.push(layer_experts);
         let mut mats = vec![&mut q_a, &mut q_b, &mut kv_a, &mut k_b.mat, &mut v_b.mat, &mut o];
@@ -527,12 +527,6 @@ impl<'a> Binder<'a> {
     /// Moves matrices into memory of their own in the stage that loads, if there is room.
     fn settle(&self, mut mats: Vec<&mut Mat>) -> Result<()> {
         let memory = self.memory().filter(|m| m.dense);
-        memory.map_or(Ok(()), |m| settle(&mut mats, m.compute.kernels, &m.compute.pool))
-    }
-
-    /// The same for the experts of a layer.
-    fn settle_experts(&self, mut mats: Vec<&mut Mat>) -> Result<()> {
-        let memory = self.memory().filter(|m| m.experts);
         memory.map_or(Ok(()), |m| settle(&mut mats, m.compute.kernels, &m.compute.pool))
     }
 

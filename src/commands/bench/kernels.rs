@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::{median, print_rows, seconds, thread_counts};
+use super::{Random, median, print_rows, seconds, thread_counts};
 use crate::cli::BenchKernelsArgs;
 use crate::commands::{Outcome, Usage, cancel_flag, chosen_isa, progress_bar, round};
 use crate::kernels::{Activations, Acts, Format, Isa, Kernels, Keys, Seen};
@@ -97,12 +97,12 @@ fn matrices(format: Format, rows: usize, cols: usize, n: usize) -> Vec<Mat> {
     let codes: Vec<u8> = match format {
         // Numbers between 1 and 2, and -1 and -2.
         Format::Bf16 => {
-            let mut code = || (0x3f80 | random.next() as u16 & 0x807f).to_le_bytes();
+            let mut code = || (0x3f80 | (random.next() >> 24) as u16 & 0x807f).to_le_bytes();
             (0..rows * cols).flat_map(|_| code()).collect()
         }
         // No NaN.
-        Format::Fp8 => (0..rows * cols).map(|_| random.next() as u8 & 0xf7).collect(),
-        f => (0..rows * f.row_bytes(cols)).map(|_| random.next() as u8).collect(),
+        Format::Fp8 => (0..rows * cols).map(|_| random.byte() & 0xf7).collect(),
+        f => (0..rows * f.row_bytes(cols)).map(|_| random.byte()).collect(),
     };
     let scales = (0..format.n_scales(rows, cols)).map(|_| 1e-3 + random.f32() * 1e-4).collect();
     let one = Mat::new(format, rows, cols, Bytes::owned(codes, "synthetic"), Scales::owned(scales));
@@ -247,21 +247,4 @@ fn read_all(compute: &Compute, parts: &[&[u8]], ahead: usize) {
         }
     });
     std::hint::black_box(sum.into_inner());
-}
-
-/// xorshift64*.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 24
-    }
-
-    /// In -1..1.
-    fn f32(&mut self) -> f32 {
-        (self.next() & 0xff_ffff) as f32 / (1 << 23) as f32 - 1.0
-    }
 }

@@ -83,3 +83,24 @@ fn print_rows(json: bool, rows: &[Value], numbers: usize) -> Result<()> {
 fn thread_counts(asked: &[u16], default: &[usize]) -> Vec<usize> {
     if asked.is_empty() { default.to_vec() } else { asked.iter().map(|&n| n.into()).collect() }
 }
+
+/// xorshift64*, the same numbers on every machine.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    fn byte(&mut self) -> u8 {
+        (self.next() >> 24) as u8
+    }
+
+    /// In -1..1.
+    fn f32(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+}

@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::middle;
+use super::{Random, middle};
 use crate::cli::BenchModelArgs;
 use crate::commands::{
     Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, round, version,
@@ -93,16 +93,10 @@ fn measure(
     Ok((rate(prompt, prefill), rate(generate, started.elapsed().as_secs_f64())))
 }
 
-/// Ids from a fixed generator (xorshift64*).
+/// Ids from a fixed generator.
 fn random_ids(n: usize, vocab: usize) -> Vec<u32> {
-    let mut state = 0x9E37_79B9_7F4A_7C15u64;
-    let next = |_| {
-        state ^= state >> 12;
-        state ^= state << 25;
-        state ^= state >> 27;
-        ((state.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33) % vocab as u64) as u32
-    };
-    (0..n).map(next).collect()
+    let mut random = Random(0x9E37_79B9_7F4A_7C15);
+    (0..n).map(|_| ((random.next() >> 33) % vocab as u64) as u32).collect()
 }
 
 fn report(engine: &Engine, args: &BenchModelArgs, rows: &[Measured]) -> String {
