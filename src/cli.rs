@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::engine::Ram;
 use crate::kernels::{Format, Isa};
 
 /// Runs GLM-5.x models on one computer, exactly.
@@ -34,6 +35,8 @@ pub enum Command {
     Score(ScoreArgs),
     /// Shows what a model directory holds and what is missing
     Inspect(InspectArgs),
+    /// Shows where memory would go, before anything is loaded
+    Plan(PlanArgs),
     /// Writes a quantized container from a checkpoint
     Convert(ConvertArgs),
     /// Measures a model, kernels, a drive or the thread pool
@@ -78,9 +81,29 @@ pub struct EngineArgs {
     /// do not depend on it
     #[arg(long, value_name = "ISA", help_heading = "Compute")]
     pub isa: Option<Isa>,
+    /// Most memory to take: GB as in 16 or 3.5, or a share of what is available as in 75%. Experts that do not fit are
+    /// read from disk when they are wanted. Default leaves an eighth of what is available
+    #[arg(long, value_name = "GB|%", help_heading = "Memory")]
+    pub ram: Option<Ram>,
+    /// How experts that do not fit are read: auto measures direct against buffered; mmap leaves them to the system's cache
+    #[arg(long, value_enum, default_value_t = IoArg::Auto, help_heading = "Memory")]
+    pub io: IoArg,
     /// Print no notes, progress or statistics
     #[arg(short, long)]
     pub quiet: bool,
+}
+
+/// Ways to read experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum IoArg {
+    /// The faster of direct and buffered
+    Auto,
+    /// Past the system's cache
+    Direct,
+    /// Through the system's cache
+    Buffered,
+    /// Mapped files
+    Mmap,
 }
 
 /// Activation modes.
@@ -248,6 +271,32 @@ pub struct InspectArgs {
     /// Model directory
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `glm plan`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Reads headers only. Exit code 1 when the model cannot run in the budget; the message says what would do.
+
+Examples:
+  glm plan ~/GLM-5.2 --ram 16
+  glm plan ~/GLM-5.2 --ram 75% --ctx 32768 --json")]
+pub struct PlanArgs {
+    /// Model directory
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Most memory to take: GB as in 16 or 3.5, or a share of what is available as in 75%
+    #[arg(long, value_name = "GB|%")]
+    pub ram: Option<Ram>,
+    /// Tokens of context
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub ctx: Option<u32>,
+    /// Precision of the attention cache
+    #[arg(long, value_enum, default_value_t = KvArg::F16)]
+    pub kv: KvArg,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

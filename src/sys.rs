@@ -149,30 +149,36 @@ pub fn aligned_buffer(bytes: usize) -> io::Result<memmap2::MmapMut> {
     memmap2::MmapMut::map_anon(bytes)
 }
 
+/// Reads from position `at` of the file: how many bytes, 0 at its end.
+///
+/// # Errors
+/// The read fails.
+pub fn read_at(file: &File, buffer: &mut [u8], at: u64) -> io::Result<usize> {
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::FileExt::read_at(file, buffer, at)
+    }
+    #[cfg(windows)]
+    {
+        std::os::windows::fs::FileExt::seek_read(file, buffer, at)
+    }
+}
+
 /// Fills `buffer` from position `at` of the file.
 ///
 /// # Errors
 /// The read fails or the file ends.
 pub fn read_exact_at(file: &File, buffer: &mut [u8], at: u64) -> io::Result<()> {
-    #[cfg(unix)]
-    {
-        std::os::unix::fs::FileExt::read_exact_at(file, buffer, at)
-    }
-    #[cfg(windows)]
-    {
-        let mut done = 0;
-        while done < buffer.len() {
-            match std::os::windows::fs::FileExt::seek_read(
-                file,
-                &mut buffer[done..],
-                at + done as u64,
-            )? {
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                n => done += n,
-            }
+    let mut done = 0;
+    while done < buffer.len() {
+        match read_at(file, &mut buffer[done..], at + done as u64) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => done += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// Bytes that this process may still write where `dir` lies; `None` when the system does not tell.

@@ -31,7 +31,7 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<Outcome> {
     let cancel = cancel_flag()?;
     let config = read_config(src)?;
     let shards = Shards::open(src)?;
-    let census = weights::census(&config, &shards, BindOptions::default())?;
+    let census = weights::census(&config, &shards, &BindOptions::default())?;
     if !census.missing.is_empty() {
         bail!("{}", census.explain_missing(&config, &shards, Some(src)));
     }

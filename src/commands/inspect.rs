@@ -64,7 +64,7 @@ impl<'a> Report<'a> {
     fn new(dir: &'a Path) -> Result<Self> {
         let config = read_config(dir)?;
         let shards = Shards::open(dir)?;
-        let census = weights::census(&config, &shards, BindOptions::default())?;
+        let census = weights::census(&config, &shards, &BindOptions::default())?;
         let mut totals: BTreeMap<(Class, String), Total> = BTreeMap::new();
         for f in &census.found {
             let t = totals.entry((f.class, f.format.to_string())).or_default();

@@ -7,6 +7,7 @@ mod bench;
 mod container;
 mod convert;
 mod inspect;
+mod plan;
 mod run;
 mod score;
 mod synth;
@@ -22,8 +23,9 @@ use anyhow::{Context, Result, anyhow, ensure};
 use clap::CommandFactory;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::cli::{ActivationsArg, Cli, Command, EngineArgs, KvArg};
-use crate::engine::{Engine, Options};
+use crate::cli::{ActivationsArg, Cli, Command, EngineArgs, IoArg, KvArg};
+use crate::engine::{Engine, Options, Plan, Residency};
+use crate::experts::{Io, Stream, StreamOptions};
 use crate::kernels::{Activations, Isa};
 use crate::model::kv::KvType;
 
@@ -59,6 +61,7 @@ pub fn dispatch(command: Command) -> Result<Outcome> {
         Command::Run(args) => run::run(&args),
         Command::Score(args) => score::score(&args),
         Command::Inspect(args) => inspect::inspect(&args),
+        Command::Plan(args) => plan::plan(&args),
         Command::Convert(args) => convert::convert(&args),
         Command::Bench(what) => bench::bench(&what),
         Command::Synth(args) => synth::synth(&args),
@@ -148,7 +151,9 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
         ctx: args.ctx.map(|n| n as usize),
         quantize: args.quantize,
         no_indexer: args.no_indexer,
-        memory: None,
+        ram: args.ram,
+        mapped: args.io == IoArg::Mmap,
+        stream: stream_options(args),
     };
     let dir = args.model.clone().or_else(|| variable("GLM_MODEL").map(PathBuf::from));
     let Some(dir) = dir else {
@@ -165,9 +170,77 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
     spinner.finish_and_clear();
     let engine = engine?;
     if !args.quiet {
+        plan_note(&engine.plan).iter().for_each(|l| stderr_line(l));
         engine.model.warnings().iter().for_each(|w| stderr_line(&format!("warning: {w}")));
     }
     Ok(engine)
+}
+
+/// What a user should know of where memory goes.
+fn plan_note(plan: &Plan) -> Option<String> {
+    let gb = |bytes: u64| bytes as f64 / 1e9;
+    if plan.clamped {
+        stderr_line(&format!(
+            "warning: --ram is more than the {:.2} GB that are available: {:.2} GB are taken",
+            gb(plan.available.unwrap_or(plan.ram)),
+            gb(plan.ram)
+        ));
+    }
+    match plan.residency {
+        Residency::Memory => None,
+        Residency::Streamed => Some(format!(
+            "note: {:.1} GB of experts are read from disk through {:.1} GB of memory; the context is {} tokens (`glm plan` shows the terms)",
+            gb(plan.routed),
+            gb(plan.experts),
+            plan.ctx
+        )),
+        Residency::Mapped => Some(format!(
+            "note: {:.1} GB of experts stay in mapped files; what is in memory is up to the system",
+            gb(plan.routed)
+        )),
+    }
+}
+
+/// How the arguments want experts to be read.
+fn stream_options(args: &EngineArgs) -> StreamOptions {
+    let io = match args.io {
+        IoArg::Auto | IoArg::Mmap => Io::Auto,
+        IoArg::Direct => Io::Direct,
+        IoArg::Buffered => Io::Buffered,
+    };
+    StreamOptions { io, ..StreamOptions::default() }
+}
+
+/// What was read from disk, for the statistics line.
+fn stream_text(stream: &Stream) -> String {
+    let s = stream.stats();
+    format!(
+        ", {} slots {:.0}% hits, {:.2} GB read at {:.2} GB/s, waited {:.1} s",
+        stream.slots(),
+        100.0 * s.hit_rate(),
+        s.bytes as f64 / 1e9,
+        s.bytes as f64 / 1e9 / s.service.as_secs_f64().max(1e-9),
+        s.wait.as_secs_f64()
+    )
+}
+
+/// What was read from disk.
+fn stream_json(stream: &Stream) -> serde_json::Value {
+    let s = stream.stats();
+    serde_json::json!({
+        "slots": stream.slots(),
+        "io": if stream.direct() { "direct" } else { "buffered" },
+        "hits": s.hits,
+        "ahead_hits": s.ahead_hits,
+        "misses": s.misses,
+        "hit_rate": round(s.hit_rate(), 4),
+        "loads": s.loads,
+        "ahead_loads": s.ahead_loads,
+        "bytes": s.bytes,
+        "service_s": round(s.service.as_secs_f64(), 6),
+        "wait_s": round(s.wait.as_secs_f64(), 6),
+        "retries": s.retries,
+    })
 }
 
 /// A progress bar on stderr, hidden where stderr is no terminal. `len` of `None` makes a spinner.

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::{
     Outcome, Usage, cancel_flag, human_bytes, open_engine, print_json, progress_bar, rate,
-    read_text, round, stderr_line,
+    read_text, round, stderr_line, stream_json, stream_text,
 };
 use crate::cli::RunArgs;
 use crate::engine::{
@@ -241,7 +241,7 @@ impl Stats<'_> {
     fn line(&self) -> String {
         let a = self.answer;
         format!(
-            "{} prompt tokens at {:.1} tok/s, {} tokens at {:.1} tok/s, {}, peak {}, {}, seed {}",
+            "{} prompt tokens at {:.1} tok/s, {} tokens at {:.1} tok/s, {}, peak {}, {}{}, seed {}",
             self.prompt_tokens,
             rate(self.prompt_tokens, self.prefill_s),
             a.tokens.len(),
@@ -249,6 +249,7 @@ impl Stats<'_> {
             a.finish.name(),
             human_bytes(sys::peak_rss_bytes()),
             self.engine.describe_compute(),
+            self.engine.model.stream().map_or_else(String::new, stream_text),
             self.seed
         )
     }
@@ -279,6 +280,9 @@ impl Stats<'_> {
             "kernels": self.engine.model.compute.kernels.isa().name(),
             "threads": self.engine.model.compute.pool.threads(),
         });
+        if let Some(stream) = self.engine.model.stream() {
+            v["experts"] = stream_json(stream);
+        }
         if args.logprobs.is_some() {
             v["logprobs"] = a.tokens.iter().map(|t| self.logprob_json(t)).collect();
         }

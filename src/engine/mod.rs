@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod generate;
+mod plan;
 mod session;
 
 use std::path::{Path, PathBuf};
@@ -12,12 +13,15 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
 pub use generate::{Channel, Event, Finish, Generation, Request, TokenEvent};
+pub use plan::{Plan, Ram, Residency, Wishes};
 pub use session::{Progress, Session};
 
+use crate::experts::StreamOptions;
 use crate::kernels::{Activations, Format, Isa, Kernels};
+use crate::model::census::Census;
 use crate::model::config::{Config, MAX_CONFIG_BYTES, eos_ids};
 use crate::model::kv::KvType;
-use crate::model::weights::BindOptions;
+use crate::model::weights::{BindOptions, ExpertPlace, Placement, complete_census};
 use crate::model::{Compute, Model};
 use crate::pool::Pool;
 use crate::store::Shards;
@@ -45,8 +49,12 @@ pub struct Options {
     pub quantize: Option<Format>,
     /// Run without the indexer that config promises.
     pub no_indexer: bool,
-    /// Bytes that weights may take, see [`BindOptions::memory`]; `None` is most of what is free.
-    pub memory: Option<u64>,
+    /// Memory that may be taken; `None` is most of what is available.
+    pub ram: Option<Ram>,
+    /// Leave experts that do not fit in mapped files, to the system's cache.
+    pub mapped: bool,
+    /// How experts that do not fit are read. `bytes` is the plan's, unless it is set.
+    pub stream: StreamOptions,
 }
 
 impl Default for Options {
@@ -59,7 +67,9 @@ impl Default for Options {
             ctx: None,
             quantize: None,
             no_indexer: false,
-            memory: None,
+            ram: None,
+            mapped: false,
+            stream: StreamOptions::default(),
         }
     }
 }
@@ -97,15 +107,11 @@ pub struct Engine {
     pub defaults: SamplingDefaults,
     /// Where the model came from; `None` is the built-in one.
     pub dir: Option<PathBuf>,
+    /// Where memory goes.
+    pub plan: Plan,
     stops: Vec<u32>,
     kv: KvType,
     ctx: usize,
-}
-
-/// Bytes that weights may take: free memory without an eighth for caches and everything else. All where the system does
-/// not tell.
-fn free_memory() -> u64 {
-    sys::available_memory().map_or(u64::MAX, |free| free / 8 * 7)
 }
 
 /// The small files of a model, as bytes.
@@ -159,6 +165,16 @@ impl Engine {
             template: template.as_deref(),
         };
         Self::assemble(&files, &shards, Some(dir), options)
+    }
+
+    /// Where the memory of a model directory would go. Reads headers only.
+    ///
+    /// # Errors
+    /// Files are missing or damaged, or the model cannot run in the budget.
+    pub fn plan(dir: &Path, options: &Options) -> Result<Plan> {
+        let (config, shards) = (read_config(dir)?, Shards::open(dir)?);
+        let bind = BindOptions { no_indexer: options.no_indexer, ..BindOptions::default() };
+        census_and_plan(&config, &shards, &bind, Some(dir), options).map(|(_, plan)| plan)
     }
 
     /// Opens the small demonstration model that is compiled into the program.
@@ -215,19 +231,18 @@ impl Engine {
         })?;
         let pool = Pool::new(options.threads.unwrap_or_else(sys::default_threads));
         let compute = Compute { kernels, pool, activations: options.activations };
-        let bind = BindOptions {
+        let mut bind = BindOptions {
             quantize: options.quantize,
             no_indexer: options.no_indexer,
-            memory: options.memory.unwrap_or_else(free_memory),
+            placement: Placement::default(),
         };
-        let model = Model::load(config, shards, bind, compute, dir)?;
-        let ctx = options.ctx.unwrap_or_else(|| model.max_context());
-        ensure!(
-            ctx <= model.max_context(),
-            "a context of {ctx} was asked for, this model ends at {}{}",
-            model.max_context(),
-            if options.no_indexer { " without its indexer" } else { "" }
-        );
+        let (census, plan) = census_and_plan(&config, shards, &bind, dir, options)?;
+        bind.placement = match options.stream.bytes {
+            0 => plan.placement(&options.stream),
+            _ => Placement { dense: true, experts: ExpertPlace::Streamed(options.stream.clone()) },
+        };
+        let model = Model::load(config, shards, &census, &bind, compute)?;
+        let ctx = plan.ctx;
         Ok(Self {
             model,
             tokenizer,
@@ -236,6 +251,7 @@ impl Engine {
             dir: dir.map(Path::to_owned),
             stops,
             kv: options.kv,
+            plan,
             ctx,
         })
     }
@@ -296,6 +312,37 @@ impl Engine {
         ids.extend(self.tokenizer.encode_text(text)?);
         Ok(ids)
     }
+}
+
+/// The census of complete files, and where their weights go.
+fn census_and_plan(
+    config: &Config,
+    shards: &Shards,
+    bind: &BindOptions,
+    dir: Option<&Path>,
+    options: &Options,
+) -> Result<(Census, Plan)> {
+    let census = complete_census(config, shards, bind, dir)?;
+    let max_ctx = config.max_context(options.no_indexer);
+    if let Some(ctx) = options.ctx {
+        ensure!(
+            ctx <= max_ctx,
+            "a context of {ctx} was asked for, this model ends at {max_ctx}{}",
+            if options.no_indexer { " without its indexer" } else { "" }
+        );
+    }
+    let wishes = Wishes {
+        ram: options.ram,
+        ctx: options.ctx,
+        max_ctx,
+        kv: options.kv,
+        mapped: options.mapped,
+        quantize: options.quantize,
+        on_disk: options.quantize.is_none(),
+        rows: session::PREFILL_ROWS,
+    };
+    let plan = Plan::new(config, &census, &wishes)?;
+    Ok((census, plan))
 }
 
 /// The checked `config.json` of a model directory.

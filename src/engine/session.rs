@@ -12,7 +12,7 @@ use crate::model::{Control, Observer, Output, Profile, Row, Workspace};
 
 /// Rows of one forward pass in prefill: an expert is read once per this many tokens. A pass of GLM-5.2 holds about
 /// 100 KB per row.
-const PREFILL_ROWS: usize = 4096;
+pub(super) const PREFILL_ROWS: usize = 4096;
 /// Rows whose logits are held at a time: GLM-5.2 needs 0.6 MB for each.
 const LOGIT_ROWS: usize = 64;
 

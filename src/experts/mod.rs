@@ -1,13 +1,25 @@
 //! The routed experts: the one way to reach their weights.
 //!
-//! They are either in memory of their own, or mapped as stored when they do not fit; then the system's page cache
-//! decides what is in memory, and a damaged scale is found when its expert is first used, so that loading does not read
-//! the whole model.
+//! They are in memory of their own, mapped as stored, or streamed: read from disk into slots of a fixed budget when a
+//! layer asks for them. A layer opens a [`Batch`] of the experts that it wants and computes each as soon as it is
+//! there; what is resident comes first, while the rest is read.
 #![forbid(unsafe_code)]
 
+mod loader;
+pub mod policy;
+mod record;
+mod slots;
+mod stream;
+
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::Result;
+
+pub use loader::{Files, Source};
+use record::Records;
+pub use stream::{Io, Stats, Stream, StreamOptions, slot_bytes};
 
 use crate::store::Mat;
 
@@ -33,51 +45,163 @@ impl GatedMlp {
     }
 }
 
+/// Tensor name of (layer, expert, part), for messages.
+pub type Name = fn(usize, usize, &str) -> String;
+
+/// All experts as they lie in files.
+struct Library {
+    records: Records,
+    layers: Vec<Vec<GatedMlp>>,
+    /// Experts of the layer that has most.
+    width: usize,
+}
+
+impl Library {
+    fn key(&self, layer: usize, id: u32) -> u32 {
+        (layer * self.width) as u32 + id
+    }
+
+    fn place(&self, key: u32) -> (usize, usize) {
+        (key as usize / self.width, key as usize % self.width)
+    }
+
+    fn record(&self, key: u32) -> &record::Record {
+        let (layer, id) = self.place(key);
+        &self.records.layers[layer][id]
+    }
+
+    fn like(&self, key: u32) -> &GatedMlp {
+        let (layer, id) = self.place(key);
+        &self.layers[layer][id]
+    }
+}
+
 struct Slot {
     mlp: GatedMlp,
     checked: AtomicBool,
 }
 
+enum Place {
+    /// In memory or mapped: all of them can be used at any time.
+    Held(Vec<Vec<Slot>>),
+    Streamed(Stream),
+}
+
 /// All routed experts of a model, by layer and id.
 pub struct Experts {
-    layers: Vec<Vec<Slot>>,
-    /// Tensor name of (layer, expert, part), for messages.
-    name: fn(usize, usize, &str) -> String,
+    place: Place,
+    name: Name,
 }
 
 impl Experts {
-    /// Experts of each layer; a layer without routed experts has an empty list.
-    pub fn new(layers: Vec<Vec<GatedMlp>>, name: fn(usize, usize, &str) -> String) -> Self {
+    /// Experts that can be used where they lie; a layer without routed experts has an empty list.
+    pub fn held(layers: Vec<Vec<GatedMlp>>, name: Name) -> Self {
         let slot = |mlp| Slot { mlp, checked: AtomicBool::new(false) };
-        Self {
-            layers: layers.into_iter().map(|l| l.into_iter().map(slot).collect()).collect(),
-            name,
-        }
+        let layers = layers.into_iter().map(|l| l.into_iter().map(slot).collect()).collect();
+        Self { place: Place::Held(layers), name }
     }
 
-    /// The weights of one expert.
-    ///
-    /// # Panics
-    /// When the layer or the id does not exist: ids come from the router, which is as long as the list.
-    pub fn get(&self, layer: usize, id: usize) -> &GatedMlp {
-        &self.layers[layer][id].mlp
-    }
-
-    /// Must be called before an expert is used: looks at its scales the first time.
+    /// Experts that are read into slots when they are wanted.
     ///
     /// # Errors
-    /// A scale of this expert is not finite.
-    ///
-    /// # Panics
-    /// As in [`Experts::get`].
-    pub fn check(&self, layer: usize, id: usize) -> Result<()> {
-        let slot = &self.layers[layer][id];
-        if !slot.checked.load(Ordering::Relaxed) {
-            for (part, mat) in slot.mlp.parts() {
-                mat.check_scales(&(self.name)(layer, id, part))?;
+    /// An expert is not as stored in a file, a file cannot be opened, or the system refuses memory or threads.
+    pub fn streamed(
+        layers: Vec<Vec<GatedMlp>>,
+        name: Name,
+        options: &StreamOptions,
+    ) -> Result<Self> {
+        Ok(Self { place: Place::Streamed(Stream::new(layers, name, options)?), name })
+    }
+
+    /// Opens the experts `wanted` of a layer, ascending and distinct.
+    pub fn batch<'a>(&'a self, layer: usize, wanted: &'a [u32]) -> Batch<'a> {
+        Batch(match &self.place {
+            Place::Held(layers) => {
+                Kind::Held { slots: &layers[layer], name: self.name, layer, wanted, given: 0 }
             }
-            slot.checked.store(true, Ordering::Relaxed);
+            Place::Streamed(stream) => Kind::Streamed(stream.batch(layer, wanted)),
+        })
+    }
+
+    /// The store that reads experts from disk, if there is one.
+    pub fn stream(&self) -> Option<&Stream> {
+        match &self.place {
+            Place::Held(_) => None,
+            Place::Streamed(stream) => Some(stream),
         }
-        Ok(())
     }
 }
+
+/// The experts that one layer wants; each stays where it is from being given out until the next [`Batch::next`].
+pub struct Batch<'a>(Kind<'a>);
+
+enum Kind<'a> {
+    Held { slots: &'a [Slot], name: Name, layer: usize, wanted: &'a [u32], given: usize },
+    Streamed(stream::Batch<'a>),
+}
+
+impl Batch<'_> {
+    /// Fills `ready` with those of `within`, indices into what was wanted, that are there and were not given out yet.
+    /// Waits until there is one; empty when all of them were. Ranges ascend from call to call.
+    ///
+    /// # Errors
+    /// An expert cannot be read or has a scale that is not finite; `cancel` was set while waiting
+    /// ([`crate::experts::Interrupted`]).
+    pub fn next(
+        &mut self,
+        within: Range<usize>,
+        ready: &mut Vec<u32>,
+        cancel: Option<&AtomicBool>,
+    ) -> Result<()> {
+        match &mut self.0 {
+            Kind::Held { slots, name, layer, wanted, given } => {
+                ready.clear();
+                for i in *given..within.end.max(*given) {
+                    let id = wanted[i] as usize;
+                    let slot = &slots[id];
+                    if !slot.checked.load(Ordering::Relaxed) {
+                        for (part, mat) in slot.mlp.parts() {
+                            mat.check_scales(&name(*layer, id, part))?;
+                        }
+                        slot.checked.store(true, Ordering::Relaxed);
+                    }
+                    ready.push(i as u32);
+                }
+                *given = within.end.max(*given);
+                Ok(())
+            }
+            Kind::Streamed(batch) => batch.next(within, ready, cancel),
+        }
+    }
+
+    /// The weights of a wanted expert that was given out by the last [`Batch::next`].
+    ///
+    /// # Panics
+    /// When it was not.
+    pub fn get(&self, index: usize) -> &GatedMlp {
+        match &self.0 {
+            Kind::Held { slots, wanted, .. } => &slots[wanted[index] as usize].mlp,
+            Kind::Streamed(batch) => batch.get(index),
+        }
+    }
+
+    /// Time spent waiting for reads.
+    pub fn waited(&self) -> Duration {
+        match &self.0 {
+            Kind::Held { .. } => Duration::ZERO,
+            Kind::Streamed(batch) => batch.waited(),
+        }
+    }
+}
+
+/// The wait for an expert was given up because its cancel flag was set.
+#[derive(Debug)]
+pub struct Interrupted;
+
+impl std::fmt::Display for Interrupted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("interrupted while waiting for an expert")
+    }
+}
+
+impl std::error::Error for Interrupted {}

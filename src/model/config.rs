@@ -246,6 +246,12 @@ impl Config {
         self.indexer.as_ref().is_some_and(|x| x.full.get(i).copied().unwrap_or(true))
     }
 
+    /// Longest context: the config's, or the indexer's `top_k` when it is left out.
+    pub fn max_context(&self, no_indexer: bool) -> usize {
+        let limit = self.indexer.as_ref().filter(|_| no_indexer).map(|x| x.top_k);
+        limit.unwrap_or(usize::MAX).min(self.max_positions)
+    }
+
     /// Whether layer `i` has routed experts. The MTP layer always does.
     pub fn is_sparse(&self, i: usize) -> bool {
         self.sparse.get(i).copied().unwrap_or(true)

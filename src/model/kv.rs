@@ -92,6 +92,19 @@ impl KvCache {
         }
     }
 
+    /// Bytes of one position on all layers.
+    pub fn bytes_per_token(config: &Config, kv: KvType) -> u64 {
+        let size = match kv {
+            KvType::F16 => 2,
+            KvType::F32 => 4,
+        };
+        let index = |i| match &config.indexer {
+            Some(x) if config.scores_keys(i) => x.head_dim,
+            _ => 0,
+        };
+        (0..=config.n_layers).map(|i| (config.kv_width() + index(i)) as u64 * size).sum()
+    }
+
     /// Positions that the main layers hold.
     pub fn len(&self) -> usize {
         self.latents[0].len()

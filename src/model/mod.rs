@@ -17,11 +17,11 @@ mod profile;
 mod rope;
 pub mod weights;
 
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Result, ensure};
 
+use census::Census;
 pub use compute::Compute;
 use config::Config;
 use dsa::Selection;
@@ -31,7 +31,7 @@ pub use profile::{Phase, Profile};
 use rope::Rope;
 use weights::{BindOptions, Bound, Layer, Weights};
 
-use crate::experts::Experts;
+use crate::experts::{Experts, Stream};
 use crate::kernels::{Acts, KeySet};
 use crate::store::Shards;
 
@@ -133,22 +133,21 @@ struct Block<'a, 'c> {
 }
 
 impl Model {
-    /// Binds the weights of `shards`. `dir` only serves messages about missing files.
+    /// Binds the weights of `shards`, which `census` found complete.
     ///
     /// # Errors
-    /// Files and config do not agree, or a resident value is not finite.
+    /// A resident value is not finite, or the store of experts cannot be opened.
     pub fn load(
         config: Config,
         shards: &Shards,
-        options: BindOptions,
+        census: &Census,
+        options: &BindOptions,
         compute: Compute,
-        dir: Option<&Path>,
     ) -> Result<Self> {
         let Bound { weights, experts, warnings } =
-            weights::bind(&config, shards, options, &compute, dir)?;
+            weights::bind(&config, shards, census, options, &compute)?;
         let rope = Rope::new(config.rope_theta, config.d_rope);
-        let limit = config.indexer.as_ref().filter(|_| options.no_indexer).map(|x| x.top_k);
-        let max_context = limit.unwrap_or(usize::MAX).min(config.max_positions);
+        let max_context = config.max_context(options.no_indexer);
         Ok(Self { config, compute, weights, experts, rope, max_context, warnings })
     }
 
@@ -160,6 +159,11 @@ impl Model {
     /// What is worth telling about the files.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
+    }
+
+    /// The store that reads experts from disk, if there is one.
+    pub fn stream(&self) -> Option<&Stream> {
+        self.experts.stream()
     }
 
     /// Whether the MTP layer is loaded.

@@ -6,14 +6,15 @@
 #![forbid(unsafe_code)]
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Result, ensure};
 
 use super::config::Config;
 use super::weights::{FeedForward, Layer};
-use super::{Block, Model, Phase};
-use crate::experts::GatedMlp;
+use super::{Block, Cancelled, Model, Phase};
+use crate::experts::{Batch, GatedMlp, Interrupted};
 use crate::kernels::{Acts, Input, math};
 use crate::pool::{Bands, TileMut};
 
@@ -28,6 +29,7 @@ pub(super) struct Scratch {
     logits: Vec<f32>,
     routes: Vec<(u32, f32)>, // (rows, top_k)
     routed: Routed,
+    shared: Vec<f32>,
     slots: Vec<f32>,
     out: Vec<f32>,
 }
@@ -37,12 +39,18 @@ pub(super) struct Scratch {
 struct Routed {
     /// (expert, row, weight), ascending: the order in which a row's outputs are added.
     slots: Vec<(u32, u32, f32)>,
-    /// The rows of `slots`, in the same order.
-    picks: Vec<u32>,
-    /// The expert of each band of slots.
+    /// The distinct experts of `slots`.
     experts: Vec<u32>,
-    /// Where bands begin and end.
+    /// Where the slots of each of them begin and end.
     bounds: Vec<usize>,
+    /// Experts that are computed now, as indices into `experts`.
+    ready: Vec<u32>,
+    /// Their rows, expert by expert.
+    picks: Vec<u32>,
+    /// Where in `picks` the rows of each begin and end.
+    bands: Vec<usize>,
+    /// The output line of each slot: lines are in order of arrival.
+    lines: Vec<u32>,
 }
 
 thread_local! {
@@ -95,19 +103,41 @@ pub(super) fn feed_forward(
                     observer.routed(i, *row, route);
                 }
             }
-            let started = block.profile.start();
+            s.routed.sort(&s.routes, c.top_k);
             s.out.clear();
             s.out.resize(n * c.d_model, 0.0);
-            routed(m, i, block, s)?;
-            block.profile.stop(Phase::Experts, started);
-            let started = block.profile.start();
-            if let Some(mlp) = shared {
-                gated(m, i, mlp, &s.y, n, &mut s.hidden, &mut s.slots)?;
-                add(&mut s.out, &s.slots);
-            }
+            let experts = std::mem::take(&mut s.routed.experts);
+            let result = sparse(m, i, shared.as_ref(), block, &experts, s);
+            s.routed.experts = experts;
+            result?;
             add(x, &s.out);
-            block.profile.stop(Phase::Dense, started);
         }
+    }
+    Ok(())
+}
+
+/// Routed and shared experts into `s.out`; the shared ones are computed while routed ones are read.
+fn sparse(
+    m: &Model,
+    i: usize,
+    shared: Option<&GatedMlp>,
+    block: &mut Block<'_, '_>,
+    experts: &[u32],
+    s: &mut Scratch,
+) -> Result<()> {
+    let mut batch = m.experts.batch(i, experts);
+    let started = block.profile.start();
+    if let Some(mlp) = shared {
+        gated(m, i, mlp, &s.y, block.rows.len(), &mut s.hidden, &mut s.shared)?;
+    }
+    block.profile.stop(Phase::Dense, started);
+    let started = block.profile.start();
+    let result = routed(m, i, block, &mut batch, s);
+    block.profile.stop_less(Phase::Experts, started, batch.waited());
+    block.profile.add(Phase::Wait, batch.waited());
+    result.map_err(|e| if e.is::<Interrupted>() { Cancelled.into() } else { e })?;
+    if shared.is_some() {
+        add(&mut s.out, &s.shared);
     }
     Ok(())
 }
@@ -214,66 +244,111 @@ fn limit_to_groups(
     ids.retain(|&e| groups.contains(&(e / size as u32)));
 }
 
-/// Adds every row's routed experts to `s.out`, experts ascending.
-fn routed(m: &Model, i: usize, block: &Block<'_, '_>, s: &mut Scratch) -> Result<()> {
-    let mut slots = std::mem::take(&mut s.routed.slots);
-    slots.clear();
-    for (row, route) in (0..).zip(s.routes.chunks(m.config.top_k)) {
-        slots.extend(route.iter().map(|&(e, w)| (e, row, w)));
+impl Routed {
+    /// Sorts the rows' choices by expert.
+    fn sort(&mut self, routes: &[(u32, f32)], top_k: usize) {
+        let Self { slots, experts, bounds, .. } = self;
+        slots.clear();
+        for (row, route) in (0..).zip(routes.chunks(top_k)) {
+            slots.extend(route.iter().map(|&(e, w)| (e, row, w)));
+        }
+        slots.sort_unstable_by_key(|&(e, row, _)| (e, row));
+        experts.clear();
+        bounds.clear();
+        bounds.push(0);
+        for same in slots.chunk_by(|a, b| a.0 == b.0) {
+            experts.push(same[0].0);
+            bounds.push(bounds[bounds.len() - 1] + same.len());
+        }
     }
-    slots.sort_unstable_by_key(|&(e, row, _)| (e, row));
-    let result = slots.chunks(MAX_SLOTS).try_for_each(|part| {
-        block.check_cancel()?;
-        routed_part(m, i, part, s)
-    });
-    s.routed.slots = slots;
-    result
+
+    /// The experts from `first` on whose rows are computed together: as many as [`MAX_SLOTS`] allows, at least one.
+    fn part(&self, first: usize) -> Range<usize> {
+        let fits = |&end: &usize| self.bounds[end] - self.bounds[first] <= MAX_SLOTS;
+        let last = (first + 1..self.bounds.len()).take_while(fits).last();
+        first..last.unwrap_or(first + 1)
+    }
 }
 
-fn routed_part(m: &Model, i: usize, slots: &[(u32, u32, f32)], s: &mut Scratch) -> Result<()> {
-    let (c, compute, kernels) = (&m.config, &m.compute, m.compute.kernels);
-    let d = c.d_model;
-    let Routed { picks, experts, bounds, .. } = &mut s.routed;
-    picks.clear();
-    picks.extend(slots.iter().map(|s| s.1));
-    experts.clear();
-    bounds.clear();
-    bounds.push(0);
-    for same in slots.chunk_by(|a, b| a.0 == b.0) {
-        m.experts.check(i, same[0].0 as usize)?;
-        experts.push(same[0].0);
-        bounds.push(bounds[bounds.len() - 1] + same.len());
+/// Adds every row's routed experts to `s.out`, experts ascending.
+fn routed(
+    m: &Model,
+    i: usize,
+    block: &Block<'_, '_>,
+    batch: &mut Batch<'_>,
+    s: &mut Scratch,
+) -> Result<()> {
+    let mut part = 0..0;
+    while part.end + 1 < s.routed.bounds.len() {
+        part = s.routed.part(part.end);
+        block.check_cancel()?;
+        routed_part(m, i, block, batch, part.clone(), s)?;
     }
-    let expert = |band: usize| m.experts.get(i, experts[band] as usize);
-    let mean_rows = slots.len().div_ceil(experts.len());
+    Ok(())
+}
 
-    let y = &s.y;
-    let chunk = compute.chunk(c.d_expert, 2 * d * mean_rows, experts.len());
-    compute.pool.par_tiles(
-        s.hidden.fill(slots.len(), c.d_expert),
-        c.d_expert,
-        Bands::Between(bounds),
-        chunk,
-        |band, mut tile| {
-            gate_up(m, expert(band), y.picked(&picks[tile.rows()]), &mut tile);
-        },
-    );
-    ensure!(compute.prepare(&mut s.hidden), "layer {i}: an expert's hidden state is not finite");
-
+/// The experts `part` of the batch, in the order in which they arrive.
+fn routed_part(
+    m: &Model,
+    i: usize,
+    block: &Block<'_, '_>,
+    batch: &mut Batch<'_>,
+    part: Range<usize>,
+    s: &mut Scratch,
+) -> Result<()> {
+    let (c, compute, kernels) = (&m.config, &m.compute, m.compute.kernels);
+    let (d, y) = (c.d_model, &s.y);
+    let Routed { slots, bounds, ready, picks, bands, lines, .. } = &mut s.routed;
+    let slots = &slots[bounds[part.start]..bounds[part.end]];
     s.slots.resize(slots.len() * d, 0.0);
-    let hidden = &s.hidden;
-    let chunk = compute.chunk(d, c.d_expert * mean_rows, experts.len());
-    compute.pool.par_tiles(&mut s.slots, d, Bands::Between(bounds), chunk, |band, mut tile| {
-        let x = hidden.input(tile.rows().start);
-        kernels.matmul(&expert(band).down.view(), tile.cols().start, &x, &mut tile);
-    });
+    lines.resize(slots.len(), 0);
+    let mut done = 0;
+    while done < slots.len() {
+        batch.next(part.clone(), ready, block.cancel)?;
+        picks.clear();
+        bands.clear();
+        bands.push(0);
+        for &expert in ready.iter() {
+            let of_expert = bounds[expert as usize]..bounds[expert as usize + 1];
+            for slot in of_expert {
+                let slot = slot - bounds[part.start];
+                lines[slot] = (done + picks.len()) as u32;
+                picks.push(slots[slot].1);
+            }
+            bands.push(picks.len());
+        }
+        let expert = |band: usize| batch.get(ready[band] as usize);
+        let mean_rows = picks.len().div_ceil(ready.len());
+        let chunk = compute.chunk(c.d_expert, 2 * d * mean_rows, ready.len());
+        compute.pool.par_tiles(
+            s.hidden.fill(picks.len(), c.d_expert),
+            c.d_expert,
+            Bands::Between(bands),
+            chunk,
+            |band, mut tile| {
+                gate_up(m, expert(band), y.picked(&picks[tile.rows()]), &mut tile);
+            },
+        );
+        let finite = compute.prepare(&mut s.hidden);
+        ensure!(finite, "layer {i}: an expert's hidden state is not finite");
+
+        let hidden = &s.hidden;
+        let chunk = compute.chunk(d, c.d_expert * mean_rows, ready.len());
+        let outputs = &mut s.slots[done * d..(done + picks.len()) * d];
+        compute.pool.par_tiles(outputs, d, Bands::Between(bands), chunk, |band, mut tile| {
+            let x = hidden.input(tile.rows().start);
+            kernels.matmul(&expert(band).down.view(), tile.cols().start, &x, &mut tile);
+        });
+        done += picks.len();
+    }
     // Slots ascend by expert, so every element's chain runs in expert order; threads split the columns.
     let outputs = &s.slots;
     let rows = s.out.len() / d;
     let chunk = compute.chunk(d, slots.len(), 1);
     compute.pool.par_tiles(&mut s.out, d, Bands::Every(rows), chunk, |_, mut tile| {
         let cols = tile.cols();
-        for (&(_, row, weight), y) in slots.iter().zip(outputs.chunks(d)) {
+        for (&(_, row, weight), &line) in slots.iter().zip(lines.iter()) {
+            let y = &outputs[line as usize * d..][..d];
             kernels.axpy(weight, &y[cols.clone()], tile.row(row as usize));
         }
     });

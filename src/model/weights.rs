@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use super::census::{Census, Found};
 use super::compute::Compute;
 use super::config::Config;
-use crate::experts::{Experts, GatedMlp};
+use crate::experts::{Experts, GatedMlp, StreamOptions};
 use crate::kernels::{FP8_BLOCK, Format, Kernels, MatView};
 use crate::store::{Bytes, Dtype, Mat, Scales, Shards, TensorRef, quant, settle};
 
@@ -208,15 +208,42 @@ pub struct Bound {
 }
 
 /// How weights are bound.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct BindOptions {
     /// Quantize float matrices to this format while loading.
     pub quantize: Option<Format>,
     /// Ignore an indexer that config promises: attention is dense and the context ends at its `top_k`.
     pub no_indexer: bool,
-    /// Bytes that weights may take. When all of them together are more, routed experts stay mapped as stored; when the
-    /// others alone are more, all do.
-    pub memory: u64,
+    /// Where weights go.
+    pub placement: Placement,
+}
+
+/// Where weights go.
+#[derive(Clone, Debug, Default)]
+pub struct Placement {
+    /// Whether weights other than routed experts are moved into memory of their own; else they stay mapped.
+    pub dense: bool,
+    /// What becomes of routed experts.
+    pub experts: ExpertPlace,
+}
+
+impl Placement {
+    /// Everything in memory.
+    pub fn memory() -> Self {
+        Self { dense: true, experts: ExpertPlace::Memory }
+    }
+}
+
+/// What becomes of routed experts.
+#[derive(Clone, Debug, Default)]
+pub enum ExpertPlace {
+    /// Moved into memory of their own.
+    Memory,
+    /// Mapped as stored: the system's cache decides what is in memory.
+    #[default]
+    Mapped,
+    /// Read into slots when they are wanted.
+    Streamed(StreamOptions),
 }
 
 /// What a pass that binds for real works with.
@@ -291,7 +318,7 @@ pub fn quantized_format(
 pub fn tensors(config: &Config, wanted: Format) -> Result<Vec<Found>> {
     let options = BindOptions { quantize: Some(wanted), ..BindOptions::default() };
     let none = Shards::from_static(&[])?;
-    let mut binder = Binder::new(config, &none, options, Stage::List);
+    let mut binder = Binder::new(config, &none, &options, Stage::List);
     binder.bind()?;
     Ok(binder.found)
 }
@@ -300,7 +327,7 @@ pub fn tensors(config: &Config, wanted: Format) -> Result<Vec<Found>> {
 ///
 /// # Errors
 /// A tensor has the wrong shape, size or type.
-pub fn census(config: &Config, shards: &Shards, options: BindOptions) -> Result<Census> {
+pub fn census(config: &Config, shards: &Shards, options: &BindOptions) -> Result<Census> {
     let mut binder = Binder::new(config, shards, options, Stage::Headers);
     binder.bind()?;
     let used: HashSet<&str> = binder.found.iter().map(|f| f.name.as_str()).collect();
@@ -313,56 +340,59 @@ pub fn census(config: &Config, shards: &Shards, options: BindOptions) -> Result<
     Ok(Census { unused, missing: binder.missing, mtp: binder.mtp, found: binder.found })
 }
 
-/// Binds all weights. `dir` is only used to explain what is missing.
+/// The census of files that have everything. `dir` is only used to explain what is missing.
 ///
 /// # Errors
-/// A tensor is missing or has the wrong shape, size or type; a resident scale or vector is not finite.
-pub fn bind(
+/// A tensor is missing or has the wrong shape, size or type.
+pub fn complete_census(
     config: &Config,
     shards: &Shards,
-    options: BindOptions,
-    compute: &Compute,
+    options: &BindOptions,
     dir: Option<&Path>,
-) -> Result<Bound> {
+) -> Result<Census> {
     let census = census(config, shards, options)?;
     if !census.missing.is_empty() {
         let at = dir.map_or_else(String::new, |d| format!("{}: ", d.display()));
         bail!("{at}{}", census.explain_missing(config, shards, dir));
     }
-    let stored = |f: &Found| match options.quantize {
+    Ok(census)
+}
+
+/// Binds all weights of files that were found complete.
+///
+/// # Errors
+/// A resident scale or vector is not finite, or the store of experts cannot be opened.
+pub fn bind(
+    config: &Config,
+    shards: &Shards,
+    census: &Census,
+    options: &BindOptions,
+    compute: &Compute,
+) -> Result<Bound> {
+    let memory = Memory {
+        compute,
+        dense: options.placement.dense,
+        experts: matches!(options.placement.experts, ExpertPlace::Memory),
+    };
+    let mut binder = Binder::new(config, shards, options, Stage::Load(memory));
+    let (weights, experts) = binder.bind()?;
+    let experts = match &options.placement.experts {
+        ExpertPlace::Memory | ExpertPlace::Mapped => Experts::held(experts, expert_name),
+        ExpertPlace::Streamed(stream) => Experts::streamed(experts, expert_name, stream)?,
+    };
+    Ok(Bound { weights, experts, warnings: census.warnings(config) })
+}
+
+/// Bytes that a tensor takes in memory when it is quantized while loading as `quantize` asks.
+pub fn loaded_bytes(config: &Config, quantize: Option<Format>, f: &Found) -> usize {
+    match quantize {
         Some(wanted) if !f.format.is_integer() => {
             let mtp = f.layer == Some(config.n_layers);
             quantized_format(wanted, f.class, mtp, f.rows, f.cols)
                 .map_or(f.bytes, |format| format.total_bytes(f.rows, f.cols))
         }
         _ => f.bytes,
-    };
-    let bytes_of = |routed: bool| -> u64 {
-        let part = census.found.iter().filter(|f| (f.class == Class::Expert) == routed);
-        part.map(|f| stored(f) as u64).sum()
-    };
-    let (dense, routed) = (bytes_of(false), bytes_of(true));
-    let memory = Memory {
-        compute,
-        dense: dense <= options.memory,
-        experts: dense + routed <= options.memory,
-    };
-    let (weights, experts) = Binder::new(config, shards, options, Stage::Load(memory)).bind()?;
-    let mut warnings = census.warnings(config);
-    if !memory.experts {
-        let gb = |bytes: u64| bytes as f64 / 1e9;
-        let what = if memory.dense { "routed experts" } else { "all weights" };
-        let from = match options.quantize {
-            Some(_) => "stay in the form that they were quantized to",
-            None => "are read from the files as needed",
-        };
-        warnings.push(format!(
-            "{:.1} GB of weights do not fit into the {:.1} GB that they may take: {what} {from}",
-            gb(dense + routed),
-            gb(options.memory)
-        ));
     }
-    Ok(Bound { weights, experts, warnings })
 }
 
 /// What a walk over the model's tensors does.
@@ -379,7 +409,7 @@ enum Stage<'a> {
 struct Binder<'a> {
     config: &'a Config,
     shards: &'a Shards,
-    options: BindOptions,
+    options: &'a BindOptions,
     stage: Stage<'a>,
     layer: Option<usize>,
     mtp: bool,
@@ -388,7 +418,12 @@ struct Binder<'a> {
 }
 
 impl<'a> Binder<'a> {
-    fn new(config: &'a Config, shards: &'a Shards, options: BindOptions, stage: Stage<'a>) -> Self {
+    fn new(
+        config: &'a Config,
+        shards: &'a Shards,
+        options: &'a BindOptions,
+        stage: Stage<'a>,
+    ) -> Self {
         Self {
             config,
             shards,
@@ -401,7 +436,7 @@ impl<'a> Binder<'a> {
         }
     }
 
-    fn bind(&mut self) -> Result<(Weights, Experts)> {
+    fn bind(&mut self) -> Result<(Weights, Vec<Vec<GatedMlp>>)> {
         let c = self.config;
         let mut experts = Vec::new();
         let embed = self.mat("model.embed_tokens.weight", c.vocab, c.d_model, Class::Embedding)?;
@@ -417,7 +452,7 @@ impl<'a> Binder<'a> {
         };
         self.settle(vec![&mut head])?;
         let mtp = self.mtp_layer(&mut experts)?;
-        Ok((Weights { embed, layers, norm, head, mtp }, Experts::new(experts, expert_name)))
+        Ok((Weights { embed, layers, norm, head, mtp }, experts))
     }
 
     fn decoder_layer(&mut self, i: usize, experts: &mut Vec<Vec<GatedMlp>>) -> Result<Layer> {
@@ -735,7 +770,8 @@ pub fn stored_mat(config: &Config, shards: &Shards, f: &Found) -> Result<Mat> {
     if f.rows == 1 && t.shape == [f.cols] && float_format(t.dtype).is_some() {
         return Ok(Mat::new(f.format, 1, f.cols, shards.bytes(t), no_scales()));
     }
-    let mut binder = Binder::new(config, shards, BindOptions::default(), Stage::Headers);
+    let options = BindOptions::default();
+    let mut binder = Binder::new(config, shards, &options, Stage::Headers);
     let mat = binder.stored(&f.name, t, f.rows, f.cols, f.class)?;
     let mat = mat.with_context(|| format!("{}: its scales are missing", f.name))?;
     mat.check_scales(&f.name)?;

@@ -12,15 +12,16 @@ mod resident;
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use anyhow::{Context, Result, bail, ensure};
-use memmap2::Mmap;
+use memmap2::{Mmap, MmapMut};
 pub use safetensors::Dtype;
 
 pub use header::dtype_bytes;
-pub use resident::settle;
+pub use resident::{huge_pages, settle};
 
 use crate::kernels::{Format, MatView};
 
@@ -32,6 +33,7 @@ enum Data {
     Mapped(Mmap),
     Static(&'static [u8]),
     Owned(Vec<u8>),
+    Buffer(MmapMut),
 }
 
 /// One model file and its bytes.
@@ -48,6 +50,25 @@ impl ShardFile {
             Data::Mapped(m) => m,
             Data::Static(b) => b,
             Data::Owned(b) => b,
+            Data::Buffer(b) => b,
+        }
+    }
+
+    /// Whether the bytes are those of a file on disk, which can be read again with positioned reads.
+    pub fn on_disk(&self) -> bool {
+        matches!(self.data, Data::Mapped(_))
+    }
+
+    /// Memory that holds a part of the file at `path`.
+    pub fn in_buffer(path: &Path, buffer: MmapMut) -> Arc<Self> {
+        Arc::new(Self { path: path.to_owned(), data: Data::Buffer(buffer) })
+    }
+
+    /// The memory given to [`ShardFile::in_buffer`], once nothing refers to it any more.
+    pub fn into_buffer(file: Arc<Self>) -> Option<MmapMut> {
+        match Arc::into_inner(file)?.data {
+            Data::Buffer(buffer) => Some(buffer),
+            _ => None,
         }
     }
 }
@@ -93,6 +114,25 @@ impl Bytes {
         let end = data.len();
         let file = ShardFile { path: PathBuf::from(label), data: Data::Owned(data) };
         Self { file: Arc::new(file), start: 0, end }
+    }
+
+    /// The bytes `range` of a file or buffer.
+    ///
+    /// # Panics
+    /// When the range is not inside.
+    pub fn of(file: &Arc<ShardFile>, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= file.bytes().len(), "bytes of a file");
+        Self { file: Arc::clone(file), start: range.start, end: range.end }
+    }
+
+    /// The file they lie in.
+    pub fn file(&self) -> &Arc<ShardFile> {
+        &self.file
+    }
+
+    /// Where they lie in their file.
+    pub fn range(&self) -> Range<usize> {
+        self.start..self.end
     }
 
     /// The bytes.
@@ -272,6 +312,17 @@ impl Mat {
         }
         let codes = Bytes::owned(codes, &self.path().display().to_string());
         Some(Self::new(self.format, rows.count(), self.cols, codes, Scales::owned(scales)))
+    }
+
+    /// Codes and scales in their file; a format without scales has none. `None` when they are not as stored there.
+    pub fn stored(&self) -> Option<(&Bytes, Option<&Bytes>)> {
+        match &self.layout {
+            Layout::Rows { codes, scales } if scales.is_empty() => Some((codes, None)),
+            Layout::Rows { codes, scales } if scales.copied.get().is_none() => {
+                Some((codes, Some(&scales.bytes)))
+            }
+            _ => None,
+        }
     }
 
     /// Number of outputs.

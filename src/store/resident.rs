@@ -126,7 +126,10 @@ fn fill(memory: &mut [u8], moving: &[(&mut Mat, Place)], kernels: &Kernels, pool
 }
 
 /// Zeroed memory in huge pages where the system has them.
-fn huge_pages(bytes: usize) -> Result<MmapMut> {
+///
+/// # Errors
+/// The system refuses the memory.
+pub fn huge_pages(bytes: usize) -> Result<MmapMut> {
     let memory = MmapMut::map_anon(bytes).with_context(|| {
         format!("cannot get {bytes} bytes of memory for weights; close other programs or use a smaller model")
     })?;

@@ -1,6 +1,6 @@
 //! The same bits everywhere: instruction sets, thread counts and batch compositions, for every weight format.
 
-use glm::engine::{Engine, Options};
+use glm::engine::{Engine, Options, Ram};
 use glm::kernels::{Activations, Format, Isa};
 use glm::model::kv::{KvCache, KvType};
 use glm::model::{Control, Output, Row, Workspace};
@@ -72,7 +72,8 @@ fn logits_are_the_same_bits_everywhere() {
                     quantize,
                     activations,
                     // Experts as stored, too: results do not depend on how weights lie in memory.
-                    memory: (threads == 2).then_some(0),
+                    ram: (threads == 2).then_some(Ram::Bytes(1)),
+                    mapped: true,
                     ..Options::default()
                 };
                 Engine::open(&dir(preset), &options).unwrap()

@@ -6,7 +6,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use glm::engine::{Engine, Options};
+use glm::engine::{Engine, Options, Ram};
+use glm::experts::StreamOptions;
 use glm::kernels::Format;
 use glm::model::config::Config;
 use glm::model::weights::{self, BindOptions};
@@ -258,7 +259,7 @@ impl Draft {
         let config = std::fs::read(self.path().join("config.json")).unwrap();
         let config = Config::parse(&config, "config.json").unwrap();
         let shards = Shards::open(self.path()).unwrap();
-        let census = weights::census(&config, &shards, BindOptions::default()).unwrap();
+        let census = weights::census(&config, &shards, &BindOptions::default()).unwrap();
         census.found.iter().find(|f| f.name == name).unwrap().format
     }
 
@@ -861,10 +862,14 @@ fn values_that_are_not_finite_are_found() {
         let words = [&out, "model.layers.2.mlp.experts.", ".up_proj.weight", "scale 0 of", "NaN"];
         // In memory the damage is found while loading, mapped when the expert is first used.
         draft.refused(&words);
-        let mapped = Options { memory: Some(0), ..exact() };
-        let error = format!("{:#}", logits(&draft.open(&mapped).unwrap(), &[1]).unwrap_err());
-        for word in words {
-            assert!(error.contains(word), "no {word:?} in: {error}");
+        let mapped = Options { ram: Some(Ram::Bytes(1)), mapped: true, ..exact() };
+        let stream = StreamOptions { bytes: 1, ..StreamOptions::default() };
+        for options in [mapped, Options { stream, ..exact() }] {
+            let engine = draft.open(&options).unwrap();
+            let error = format!("{:#}", logits(&engine, &[1]).unwrap_err());
+            for word in words {
+                assert!(error.contains(word), "no {word:?} in: {error}");
+            }
         }
     }
     // Not scales but values: the pass names the layer.

@@ -15,4 +15,5 @@ mod mutate;
 mod oracle;
 mod quality;
 mod sessions;
+mod streaming;
 mod synth;

@@ -11,7 +11,8 @@ use serde_json::{Value, json};
 use super::{Random, middle};
 use crate::cli::BenchModelArgs;
 use crate::commands::{
-    Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, round, version,
+    Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, round, stream_json,
+    stream_text, version,
 };
 use crate::engine::Engine;
 use crate::model::Cancelled;
@@ -118,6 +119,9 @@ fn report(engine: &Engine, args: &BenchModelArgs, rows: &[Measured]) -> String {
             span(&m.decode)
         );
     }
+    if let Some(stream) = engine.model.stream() {
+        s += &format!("experts, warm-up included{}\n", stream_text(stream));
+    }
     s
 }
 
@@ -127,7 +131,9 @@ fn report_json(engine: &Engine, args: &BenchModelArgs, rows: &[Measured]) -> Val
         .iter()
         .map(|m| json!({"prompt": m.prompt, "gen": args.generate, "prefill_tok_s": span(&m.prefill), "decode_tok_s": span(&m.decode)}))
         .collect();
+    let experts = engine.model.stream().map(stream_json);
     json!({
+        "experts": experts,
         "version": version(),
         "cpu": sys::cpu_name(),
         "model": engine.label(),
