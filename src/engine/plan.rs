@@ -98,6 +98,8 @@ pub struct Plan {
     pub clamped: bool,
     /// Tokens of context that the cache has room for.
     pub ctx: usize,
+    /// Rows of the largest forward pass: an expert is read once per this many tokens of a prompt.
+    pub rows: usize,
     /// Weights other than routed experts.
     pub dense: u64,
     /// The attention cache of `ctx` tokens.
@@ -135,7 +137,7 @@ pub struct Wishes {
     pub quantize: Option<Format>,
     /// Whether experts lie in files on disk.
     pub on_disk: bool,
-    /// Rows of the largest forward pass.
+    /// Rows of the largest forward pass, where memory allows.
     pub rows: usize,
 }
 
@@ -166,7 +168,11 @@ impl Plan {
         let sparse = (0..c.n_layers).filter(|&i| c.is_sparse(i)).count() as u64;
         let per_token = sparse * c.top_k as u64 * 3 * largest;
         let kv = |ctx: usize| KvCache::bytes_per_token(c, w.kv) * ctx as u64;
-        let scratch = |ctx: usize| scratch_bytes(c, w.rows.min(ctx));
+        // Long passes read each expert less often, but a small budget is better spent on slots.
+        let affordable = |rows: &usize| scratch_bytes(c, *rows) <= ram / 8;
+        let rows = [w.rows, w.rows / 2, w.rows / 4, w.rows / 8].into_iter().find(affordable);
+        let rows = rows.unwrap_or(w.rows / 16).max(1);
+        let scratch = |ctx: usize| scratch_bytes(c, rows.min(ctx));
 
         let fixed = |ctx: usize| dense + kv(ctx) + scratch(ctx) + PROGRAM;
         let wanted = w.ctx.unwrap_or(w.max_ctx).min(w.max_ctx);
@@ -189,6 +195,7 @@ impl Plan {
             available,
             clamped: asked.is_some_and(|asked| asked > ram),
             ctx,
+            rows,
             dense,
             kv: kv(ctx),
             scratch: scratch(ctx),

@@ -10,8 +10,8 @@ use crate::model::config::Config;
 use crate::model::kv::{KvCache, KvType};
 use crate::model::{Control, Observer, Output, Profile, Row, Workspace};
 
-/// Rows of one forward pass in prefill: an expert is read once per this many tokens. A pass of GLM-5.2 holds about
-/// 100 KB per row.
+/// Most rows of one forward pass in prefill: an expert is read once per this many tokens. A pass of GLM-5.2 holds
+/// about 280 KB per row; the plan takes fewer rows where memory is short.
 pub(super) const PREFILL_ROWS: usize = 4096;
 /// Rows whose logits are held at a time: GLM-5.2 needs 0.6 MB for each.
 const LOGIT_ROWS: usize = 64;
@@ -136,8 +136,9 @@ impl Session {
             engine.context(),
             engine.model.max_context()
         );
-        for (c, chunk) in tokens.chunks(PREFILL_ROWS).enumerate() {
-            let done = c * PREFILL_ROWS;
+        let rows = engine.plan.rows;
+        for (c, chunk) in tokens.chunks(rows).enumerate() {
+            let done = c * rows;
             self.rows.clear();
             self.rows.extend((done..).zip(chunk).map(|(i, &token)| {
                 let logits = last_logits && i + 1 == tokens.len();

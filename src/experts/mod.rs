@@ -84,7 +84,7 @@ struct Slot {
 enum Place {
     /// In memory or mapped: all of them can be used at any time.
     Held(Vec<Vec<Slot>>),
-    Streamed(Stream),
+    Streamed(Box<Stream>),
 }
 
 /// All routed experts of a model, by layer and id.
@@ -110,7 +110,8 @@ impl Experts {
         name: Name,
         options: &StreamOptions,
     ) -> Result<Self> {
-        Ok(Self { place: Place::Streamed(Stream::new(layers, name, options)?), name })
+        let stream = Box::new(Stream::new(layers, name, options)?);
+        Ok(Self { place: Place::Streamed(stream), name })
     }
 
     /// Opens the experts `wanted` of a layer, ascending and distinct.
