@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::engine::Ram;
+use crate::experts::Lookahead;
 use crate::kernels::{Format, Isa};
 
 /// Runs GLM-5.x models on one computer, exactly.
@@ -88,6 +89,21 @@ pub struct EngineArgs {
     /// How experts that do not fit are read: auto measures direct against buffered; mmap leaves them to the system's cache
     #[arg(long, value_enum, default_value_t = IoArg::Auto, help_heading = "Memory")]
     pub io: IoArg,
+    /// A directory with a copy of the model on another drive; reads are divided by speed. May be given several times
+    #[arg(long, value_name = "DIR", help_heading = "Memory")]
+    pub mirror: Vec<PathBuf>,
+    /// Read what the next layer will probably want: auto does so while it is faster
+    #[arg(long, value_name = "off|on|auto", default_value_t = Lookahead::Auto, help_heading = "Memory")]
+    pub lookahead: Lookahead,
+    /// Keep no history of which experts were chosen, and pin none by it
+    #[arg(long, help_heading = "Memory")]
+    pub no_usage: bool,
+    /// The history's file; default is .coli_usage in the model directory
+    #[arg(long, value_name = "FILE", conflicts_with = "no_usage", help_heading = "Memory")]
+    pub usage: Option<PathBuf>,
+    /// What the history's counts are multiplied by in each run, 0 to 1: lower forgets faster
+    #[arg(long, value_name = "X", default_value_t = 0.9, value_parser = number::<0, 1>, conflicts_with = "no_usage", help_heading = "Memory")]
+    pub usage_decay: f32,
     /// Print no notes, progress or statistics
     #[arg(short, long)]
     pub quiet: bool,

@@ -24,7 +24,7 @@ use clap::CommandFactory;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::cli::{ActivationsArg, Cli, Command, EngineArgs, IoArg, KvArg};
-use crate::engine::{Engine, Options, Plan, Residency};
+use crate::engine::{Engine, Options, Plan, Residency, UsageOptions};
 use crate::experts::{Io, Stream, StreamOptions};
 use crate::kernels::{Activations, Isa};
 use crate::model::kv::KvType;
@@ -154,6 +154,10 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
         ram: args.ram,
         mapped: args.io == IoArg::Mmap,
         stream: stream_options(args),
+        usage: (!args.no_usage).then(|| UsageOptions {
+            file: args.usage.clone(),
+            decay: f64::from(args.usage_decay),
+        }),
     };
     let dir = args.model.clone().or_else(|| variable("GLM_MODEL").map(PathBuf::from));
     let Some(dir) = dir else {
@@ -171,7 +175,7 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
     let engine = engine?;
     if !args.quiet {
         plan_note(&engine.plan).iter().for_each(|l| stderr_line(l));
-        engine.model.warnings().iter().for_each(|w| stderr_line(&format!("warning: {w}")));
+        engine.warnings().iter().for_each(|w| stderr_line(&format!("warning: {w}")));
     }
     Ok(engine)
 }
@@ -208,16 +212,24 @@ fn stream_options(args: &EngineArgs) -> StreamOptions {
         IoArg::Direct => Io::Direct,
         IoArg::Buffered => Io::Buffered,
     };
-    StreamOptions { io, ..StreamOptions::default() }
+    StreamOptions {
+        io,
+        lookahead: args.lookahead,
+        mirrors: args.mirror.clone(),
+        warn: |text| stderr_line(&format!("warning: {text}")),
+        ..StreamOptions::default()
+    }
 }
 
 /// What was read from disk, for the statistics line.
 fn stream_text(stream: &Stream) -> String {
     let s = stream.stats();
     format!(
-        ", {} slots {:.0}% hits, {:.2} GB read at {:.2} GB/s, waited {:.1} s",
+        ", {} slots {:.0}% hits ({} pinned, {} read ahead), {:.2} GB read at {:.2} GB/s, waited {:.1} s",
         stream.slots(),
         100.0 * s.hit_rate(),
+        s.pin_hits,
+        s.ahead_hits,
         s.bytes as f64 / 1e9,
         s.bytes as f64 / 1e9 / s.service.as_secs_f64().max(1e-9),
         s.wait.as_secs_f64()
@@ -231,7 +243,14 @@ fn stream_json(stream: &Stream) -> serde_json::Value {
         "slots": stream.slots(),
         "io": if stream.direct() { "direct" } else { "buffered" },
         "hits": s.hits,
+        "pinned": stream.pins(),
+        "pin_hits": s.pin_hits,
         "ahead_hits": s.ahead_hits,
+        "ahead_late": s.ahead_late,
+        "ahead_recall": s.recall().map(|r| round(r, 4)),
+        "lookahead_ms_per_pass": stream.lookahead_timings().map(|[off, on]| {
+            serde_json::json!({"off": round(off, 3), "on": round(on, 3)})
+        }),
         "misses": s.misses,
         "hit_rate": round(s.hit_rate(), 4),
         "loads": s.loads,

@@ -3,7 +3,7 @@
 
 use std::io::{IsTerminal, Stderr, StdoutLock, Write};
 use std::path::Path;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -51,15 +51,19 @@ pub(super) fn run(args: &RunArgs) -> Result<Outcome> {
 
     let generation = Generation::new(&engine, &mut session, request, cancel)?;
     let answer = stream(generation, args)?;
-    let stats =
-        Stats { prompt_tokens: prompt_len, prefill_s, answer: &answer, seed, engine: &engine };
+    let wall = started.elapsed();
+    if let Err(e) = engine.save_usage() {
+        stderr_line(&format!("warning: {e:#}"));
+    }
+    let (prompt_tokens, engine) = (prompt_len, &engine);
+    let stats = Stats { prompt_tokens, prefill_s, wall, answer: &answer, seed, engine };
     if args.json {
         print_json(&stats.json(&session, args, max_tokens))?;
     } else if !args.engine.quiet {
         stderr_line(&stats.line());
     }
     if args.profile && !args.json {
-        profile_lines(session.profile()).iter().for_each(|l| stderr_line(l));
+        profile_lines(session.profile(), wall).iter().for_each(|l| stderr_line(l));
     }
     Ok(if answer.finish == Finish::Interrupted { Outcome::Interrupted } else { Outcome::Done })
 }
@@ -232,6 +236,8 @@ impl Screen {
 struct Stats<'a> {
     prompt_tokens: usize,
     prefill_s: f64,
+    /// Of prompt and answer.
+    wall: Duration,
     answer: &'a Answer,
     seed: u64,
     engine: &'a Engine,
@@ -287,7 +293,7 @@ impl Stats<'_> {
             v["logprobs"] = a.tokens.iter().map(|t| self.logprob_json(t)).collect();
         }
         if args.profile {
-            v["profile"] = profile_json(session.profile());
+            v["profile"] = profile_json(session.profile(), self.wall);
         }
         v
     }
@@ -304,21 +310,26 @@ impl Stats<'_> {
     }
 }
 
-fn profile_json(p: &Profile) -> Value {
-    let phases: serde_json::Map<String, Value> = Phase::ALL
-        .iter()
-        .map(|&ph| (format!("{}_s", ph.name()), round(p.total(ph).as_secs_f64(), 6).into()))
+fn profile_json(p: &Profile, wall: Duration) -> Value {
+    let phases: serde_json::Map<String, Value> = phases(p, wall)
+        .map(|(name, time)| (format!("{name}_s"), round(time.as_secs_f64(), 6).into()))
         .collect();
-    json!({"passes": p.passes, "rows": p.rows, "phases": phases})
+    let wall_s = round(wall.as_secs_f64(), 6);
+    json!({"passes": p.passes, "rows": p.rows, "wall_s": wall_s, "phases": phases})
 }
 
-fn profile_lines(p: &Profile) -> Vec<String> {
-    let total: f64 = Phase::ALL.iter().map(|&ph| p.total(ph).as_secs_f64()).sum();
-    let mut lines =
-        vec![format!("profile: {} passes, {} rows, {:.3} s in phases", p.passes, p.rows, total)];
-    lines.extend(Phase::ALL.iter().map(|&ph| {
-        let s = p.total(ph).as_secs_f64();
-        format!("  {:<10} {s:>9.3} s {:>5.1}%", ph.name(), 100.0 * s / total.max(1e-12))
+fn profile_lines(p: &Profile, wall: Duration) -> Vec<String> {
+    let total = wall.as_secs_f64();
+    let mut lines = vec![format!("profile: {} passes, {} rows, {total:.3} s", p.passes, p.rows)];
+    lines.extend(phases(p, wall).map(|(name, time)| {
+        let s = time.as_secs_f64();
+        format!("  {name:<10} {s:>9.3} s {:>5.1}%", 100.0 * s / total.max(1e-12))
     }));
     lines
+}
+
+/// The phases of passes, and what of the wall time was spent between passes: sampling, text, progress.
+fn phases(p: &Profile, wall: Duration) -> impl Iterator<Item = (&'static str, Duration)> {
+    let between = ("sampling", wall.saturating_sub(p.sum()));
+    Phase::ALL.iter().map(|&ph| (ph.name(), p.total(ph))).chain([between])
 }

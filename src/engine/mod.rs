@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod generate;
+mod history;
 mod plan;
 mod session;
 
@@ -13,10 +14,13 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
 pub use generate::{Channel, Event, Finish, Generation, Request, TokenEvent};
+pub use history::UsageOptions;
+use history::History;
 pub use plan::{Plan, Ram, Residency, Wishes};
 pub use session::{Progress, Session};
 
 use crate::experts::StreamOptions;
+use crate::experts::usage::Shape;
 use crate::kernels::{Activations, Format, Isa, Kernels};
 use crate::model::census::Census;
 use crate::model::config::{Config, MAX_CONFIG_BYTES, eos_ids};
@@ -55,6 +59,8 @@ pub struct Options {
     pub mapped: bool,
     /// How experts that do not fit are read. `bytes` is the plan's, unless it is set.
     pub stream: StreamOptions,
+    /// Where it is kept which experts were chosen; `None` keeps nothing.
+    pub usage: Option<UsageOptions>,
 }
 
 impl Default for Options {
@@ -70,6 +76,7 @@ impl Default for Options {
             ram: None,
             mapped: false,
             stream: StreamOptions::default(),
+            usage: None,
         }
     }
 }
@@ -112,6 +119,8 @@ pub struct Engine {
     stops: Vec<u32>,
     kv: KvType,
     ctx: usize,
+    history: Option<History>,
+    warnings: Vec<String>,
 }
 
 /// The small files of a model, as bytes.
@@ -241,7 +250,19 @@ impl Engine {
             0 => plan.placement(&options.stream),
             _ => Placement { dense: true, experts: ExpertPlace::Streamed(options.stream.clone()) },
         };
+        let (mut warnings, mut history) = (Vec::new(), None);
+        if let (ExpertPlace::Streamed(stream), Some(usage)) =
+            (&mut bind.placement.experts, &options.usage)
+        {
+            let shape = Shape { layers: config.n_layers, experts: config.n_experts };
+            let found = History::open(usage, dir, shape, &mut warnings)?;
+            history = found.map(|(history, usage)| {
+                stream.history = Some(usage);
+                history
+            });
+        }
         let model = Model::load(config, shards, &census, &bind, compute)?;
+        warnings.extend_from_slice(model.warnings());
         let ctx = plan.ctx;
         Ok(Self {
             model,
@@ -253,7 +274,25 @@ impl Engine {
             kv: options.kv,
             plan,
             ctx,
+            history,
+            warnings,
         })
+    }
+
+    /// What is worth telling about the files.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// Adds to the usage history which experts were chosen since the last time, if one is kept.
+    ///
+    /// # Errors
+    /// Its file cannot be read or written.
+    pub fn save_usage(&self) -> Result<()> {
+        match (&self.history, self.model.stream()) {
+            (Some(history), Some(stream)) => history.save(stream),
+            _ => Ok(()),
+        }
     }
 
     /// Where the model came from, for reports.

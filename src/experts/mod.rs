@@ -5,11 +5,14 @@
 //! there; what is resident comes first, while the rest is read.
 #![forbid(unsafe_code)]
 
+mod ahead;
+mod drives;
 mod loader;
 pub mod policy;
 mod record;
 mod slots;
 mod stream;
+pub mod usage;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +20,8 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-pub use loader::{Files, Source};
+pub use ahead::Lookahead;
+pub use drives::{Files, Source, Warn};
 use record::Records;
 pub use stream::{Io, Stats, Stream, StreamOptions, slot_bytes};
 
@@ -124,6 +128,26 @@ impl Experts {
         })
     }
 
+    /// A pass over so many rows begins.
+    pub fn begin_pass(&self, rows: usize) {
+        self.stream().into_iter().for_each(|s| s.begin_pass(rows));
+    }
+
+    /// The pass is over.
+    pub fn end_pass(&self, ok: bool) {
+        self.stream().into_iter().for_each(|s| s.end_pass(ok));
+    }
+
+    /// Whether to tell batches what the next layer will probably want.
+    pub fn looks_ahead(&self) -> bool {
+        self.stream().is_some_and(Stream::looks_ahead)
+    }
+
+    /// Counts the experts that rows of a layer chose.
+    pub fn count(&self, layer: usize, route: &[(u32, f32)]) {
+        self.stream().into_iter().for_each(|s| s.count(layer, route));
+    }
+
     /// The store that reads experts from disk, if there is one.
     pub fn stream(&self) -> Option<&Stream> {
         match &self.place {
@@ -183,6 +207,14 @@ impl Batch<'_> {
         match &self.0 {
             Kind::Held { slots, wanted, .. } => &slots[wanted[index] as usize].mlp,
             Kind::Streamed(batch) => batch.get(index),
+        }
+    }
+
+    /// Names experts that another layer will probably want, likeliest first. They are read while nothing that is wanted
+    /// is to be read.
+    pub fn read_ahead(&mut self, layer: usize, ids: &[u32]) {
+        if let Kind::Streamed(batch) = &mut self.0 {
+            batch.read_ahead(layer, ids);
         }
     }
 

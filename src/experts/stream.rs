@@ -2,21 +2,31 @@
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::loader::{Files, Loader, Source, read_run};
+use super::ahead::{Lookahead, Trial};
+use super::drives::{Drives, Files, Source, Warn, read_pages};
+use super::loader::Loader;
 use super::policy::PolicyKind;
 use super::record::{Loaded, Record, Records};
 use super::slots::{Class, State};
+use super::usage::{Shape, Usage};
 use super::{GatedMlp, Interrupted, Library, Name};
 use crate::store::huge_pages;
 
 /// How long a wait for a read lasts before the cancel flag is looked at.
 const PATIENCE: Duration = Duration::from_millis(50);
+/// Choices from which a history is one, and from which it is trusted fully.
+const HISTORY: (u64, u64) = (5_000, 200_000);
+/// The part of the slots that a trusted history may pin.
+const PINNED: f64 = 0.5;
+/// Passes between reviews of what is pinned.
+const REVIEW: u64 = 64;
 
 /// How experts are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -41,13 +51,31 @@ pub struct StreamOptions {
     pub readers: usize,
     /// Which expert to give up.
     pub policy: PolicyKind,
+    /// Whether decode looks ahead.
+    pub lookahead: Lookahead,
+    /// Directories with copies of the model on other drives.
+    pub mirrors: Vec<PathBuf>,
+    /// How often experts were chosen before; the hottest are pinned.
+    pub history: Option<Usage>,
+    /// Told about what goes wrong and is survived.
+    pub warn: Warn,
     /// What stands between the files and the store; only tests have something there.
     pub between: Option<fn(Files) -> Box<dyn Source>>,
 }
 
 impl Default for StreamOptions {
     fn default() -> Self {
-        Self { bytes: 0, io: Io::Auto, readers: 2, policy: PolicyKind::default(), between: None }
+        Self {
+            bytes: 0,
+            io: Io::Auto,
+            readers: 2,
+            policy: PolicyKind::default(),
+            lookahead: Lookahead::default(),
+            mirrors: Vec::new(),
+            history: None,
+            warn: |_| {},
+            between: None,
+        }
     }
 }
 
@@ -56,10 +84,18 @@ impl Default for StreamOptions {
 pub struct Stats {
     /// Wanted experts that were in a slot.
     pub hits: u64,
+    /// Of these, pinned experts.
+    pub pin_hits: u64,
     /// Of these, experts that read-ahead had brought.
     pub ahead_hits: u64,
     /// Wanted experts that had to be read.
     pub misses: u64,
+    /// Of these, experts that read-ahead was just reading.
+    pub ahead_late: u64,
+    /// Wanted experts of layers that were guessed before, and those of them that the guess named.
+    pub guessed: u64,
+    /// See `guessed`.
+    pub foreseen: u64,
     /// Experts read.
     pub loads: u64,
     /// Of these, by read-ahead.
@@ -70,6 +106,8 @@ pub struct Stats {
     pub service: Duration,
     /// Time that computing waited for reads.
     pub wait: Duration,
+    /// Passes through the model.
+    pub passes: u64,
     /// Reads that failed and succeeded when tried again, or failed twice.
     pub retries: u64,
 }
@@ -79,13 +117,18 @@ impl Stats {
     pub fn since(&self, earlier: &Self) -> Self {
         Self {
             hits: self.hits - earlier.hits,
+            pin_hits: self.pin_hits - earlier.pin_hits,
             ahead_hits: self.ahead_hits - earlier.ahead_hits,
+            ahead_late: self.ahead_late - earlier.ahead_late,
+            guessed: self.guessed - earlier.guessed,
+            foreseen: self.foreseen - earlier.foreseen,
             misses: self.misses - earlier.misses,
             loads: self.loads - earlier.loads,
             ahead_loads: self.ahead_loads - earlier.ahead_loads,
             bytes: self.bytes - earlier.bytes,
             service: self.service.saturating_sub(earlier.service),
             wait: self.wait.saturating_sub(earlier.wait),
+            passes: self.passes - earlier.passes,
             retries: self.retries - earlier.retries,
         }
     }
@@ -93,6 +136,11 @@ impl Stats {
     /// Share of wanted experts that were in a slot.
     pub fn hit_rate(&self) -> f64 {
         self.hits as f64 / (self.hits + self.misses).max(1) as f64
+    }
+
+    /// Share of wanted experts that the guess before had named; `None` when nothing was guessed.
+    pub fn recall(&self) -> Option<f64> {
+        (self.guessed > 0).then(|| self.foreseen as f64 / self.guessed as f64)
     }
 }
 
@@ -112,6 +160,9 @@ fn largest(records: &Records) -> Vec<usize> {
 pub struct Stream {
     library: Arc<Library>,
     state: Mutex<State>,
+    trial: Mutex<Trial>,
+    /// How often each expert was chosen since this was last taken.
+    chosen: Mutex<Usage>,
     slots: usize,
     direct: bool,
 }
@@ -136,7 +187,7 @@ impl Stream {
         for (&slot_bytes, &slots) in distinct.iter().zip(&share) {
             let free = (0..slots).map(|_| huge_pages(slot_bytes)).collect::<Result<Vec<_>>>()?;
             let policy = options.policy.build(keys, slots);
-            classes.push(Class { slot_bytes, free, policy });
+            classes.push(Class { slot_bytes, free, slots, policy, unclaimed: Vec::new() });
         }
         let class = sizes.iter().map(|b| distinct.binary_search(b).unwrap_or(0)).collect();
         let library = Arc::new(Library { records, layers, width });
@@ -145,20 +196,30 @@ impl Stream {
             Io::Buffered => false,
             Io::Auto => direct_is_faster(&library, &mut classes)?,
         };
-        let files = Files::open(&library.records.files, direct)?;
-        let source: Box<dyn Source> = match options.between {
-            Some(between) => between(files),
-            None => Box::new(files),
-        };
-        let loader = Loader::start(Arc::clone(&library), source, name, options.readers)?;
-        let state = State::new(loader, Arc::clone(&library), classes, class);
+        let files = &library.records.files;
+        let drives =
+            Drives::open(files, direct, &options.mirrors, options.between, options.warn)?;
+        let loader = Loader::start(Arc::clone(&library), drives, name, options.readers)?;
+        let mut state = State::new(loader, Arc::clone(&library), classes, class);
+        if let Some(history) = &options.history {
+            let mut hottest: Vec<_> = history.counts().filter(|c| counted(&counts, c)).collect();
+            hottest.sort_by_key(|&(_, _, n)| std::cmp::Reverse(n));
+            let total = history.total();
+            if total >= HISTORY.0 {
+                state.pin(&hottest, PINNED * (total as f64 / HISTORY.1 as f64).min(1.0));
+            }
+        }
         let slots = share.iter().sum();
-        Ok(Self { library, state: Mutex::new(state), slots, direct })
+        let trial = Mutex::new(Trial::new(options.lookahead));
+        let layers = library.layers.len();
+        let shape = Shape { layers, experts: width };
+        let chosen = Mutex::new(Usage::new(shape));
+        Ok(Self { library, state: Mutex::new(state), trial, chosen, slots, direct })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         // A panic elsewhere leaves slots missing at worst.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Slots in all.
@@ -182,12 +243,43 @@ impl Stream {
         self.state().holds(key)
     }
 
-    /// Names the experts that the next layer will probably want; they are read when nothing else is to be, into slots
-    /// that can be spared. What was named before and not begun is dropped.
-    pub fn read_ahead(&self, layer: usize, ids: &[u32]) {
+    /// Pinned experts.
+    pub fn pins(&self) -> usize {
+        self.state().pins()
+    }
+
+    /// Milliseconds per decode pass without and with looking ahead, where both were timed.
+    pub fn lookahead_timings(&self) -> Option<[f64; 2]> {
+        lock(&self.trial).timings()
+    }
+
+    /// Hands over how often each expert was chosen since the last call, as (layer, expert, times).
+    pub fn take_chosen(&self, each: &mut dyn FnMut(usize, u32, u64)) {
+        let mut chosen = lock(&self.chosen);
+        chosen.counts().for_each(|(layer, id, n)| each(layer, id, n));
+        chosen.clear();
+    }
+
+    pub(super) fn count(&self, layer: usize, route: &[(u32, f32)]) {
+        let mut chosen = lock(&self.chosen);
+        route.iter().for_each(|&(id, _)| chosen.add(layer, id, 1));
+    }
+
+    pub(super) fn begin_pass(&self, rows: usize) {
+        lock(&self.trial).begin(rows);
+    }
+
+    pub(super) fn end_pass(&self, ok: bool) {
+        lock(&self.trial).end(ok);
         let mut state = self.state();
-        state.cancel_ahead();
-        state.ahead.extend(ids.iter().map(|&id| self.library.key(layer, id)));
+        state.stats.passes += 1;
+        if state.stats.passes.is_multiple_of(REVIEW) {
+            state.review_pins();
+        }
+    }
+
+    pub(super) fn looks_ahead(&self) -> bool {
+        lock(&self.trial).looks_ahead()
     }
 
     pub(super) fn batch(&self, layer: usize, wanted: &[u32]) -> Batch<'_> {
@@ -195,14 +287,21 @@ impl Stream {
         let mut state = self.state();
         // Errors of experts that nobody waited for cost nothing: those are read again.
         state.collect_finished();
-        // A read-ahead that no thread has begun is either wanted now or was wrong.
-        state.cancel_ahead();
-        keys.iter().for_each(|&key| state.want(key));
+        state.open(layer, &keys);
         state.ask(&keys);
         let leases = keys.iter().map(|_| None).collect();
         let given = vec![false; keys.len()];
         Batch { stream: self, keys, leases, given, waited: Duration::ZERO }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether the expert of a count is one of this model's, which may have been loaded without its MTP layer.
+fn counted(layers: &[usize], &(layer, id, _): &(usize, u32, u64)) -> bool {
+    layers.get(layer).is_some_and(|&n| (id as usize) < n)
 }
 
 /// Slots of each size: the budget in proportion to what the layers of that size hold, at least one each.
@@ -230,17 +329,18 @@ fn direct_is_faster(library: &Library, classes: &mut [Class]) -> Result<bool> {
     let mut seconds = |record: &Record, files: &Files| -> Result<f64> {
         let started = Instant::now();
         for run in &record.runs {
-            read_run(files, run, &shards[run.file].path, slot)?;
+            let (path, pages) = (&shards[run.file].path, &mut slot[run.at..run.at + run.span()]);
+            read_pages(files, run.file, path, pages, run.first_page(), run.end)?;
         }
         Ok(started.elapsed().as_secs_f64())
     };
-    let files = Files::open(shards, true)?;
+    let files = Files::open(shards, None, true)?;
     if first.runs.iter().any(|r| !files.direct(r.file)) {
         return Ok(false);
     }
     // A file system may open a file for direct reads and then refuse them.
     let Ok(direct) = seconds(first, &files) else { return Ok(false) };
-    let files = Files::open(shards, false)?;
+    let files = Files::open(shards, None, false)?;
     second.runs.iter().for_each(|r| files.forget(r.file));
     // Direct reads leave the processor to the layers; buffered ones must be clearly faster.
     Ok(direct <= 1.5 * seconds(second, &files)?)
@@ -258,6 +358,13 @@ pub(super) struct Batch<'a> {
 }
 
 impl Batch<'_> {
+    /// Names what the next layer will probably want, likeliest first: read when nothing that is wanted is to be read.
+    pub(super) fn read_ahead(&mut self, layer: usize, ids: &[u32]) {
+        let mut state = self.stream.state();
+        state.foresee(layer, ids);
+        state.ask(&self.keys);
+    }
+
     pub(super) fn next(
         &mut self,
         within: Range<usize>,

@@ -75,9 +75,9 @@ pub(super) fn attention(
     append_latents(m, i, w, block, s)?;
 
     if let Some(indexer) = &layer.indexer {
-        let started = block.profile.start();
+        let before = block.profile.switch(Phase::Indexer);
         dsa::select(m, i, indexer, block, &s.h, &s.qr, selections, &mut s.dsa)?;
-        block.profile.stop(Phase::Indexer, started);
+        block.profile.switch(before);
     }
     if let Some(observer) = &mut block.observer {
         for (row, selection) in block.rows.iter().zip(selections.iter()) {

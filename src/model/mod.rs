@@ -186,19 +186,19 @@ impl Model {
         out: &mut Output,
     ) -> Result<()> {
         self.check_rows(rows, caches, 0, &mut ws.next)?;
+        ws.profile.begin(rows.len());
+        self.experts.begin_pass(rows.len());
         let mut x = std::mem::take(&mut ws.x);
         x.resize(rows.len() * self.config.d_model, 0.0);
         self.embed(rows, &mut x);
         let mut pass = Pass { rows, caches, ws, control };
         let result = self.layers(&mut pass, &mut x).and_then(|()| {
-            let started = pass.ws.profile.start();
-            self.finish(&mut pass, &x, &self.weights.norm, out)?;
-            pass.ws.profile.stop(Phase::Head, started);
-            Ok(())
+            pass.ws.profile.switch(Phase::Head);
+            self.finish(&mut pass, &x, &self.weights.norm, out)
         });
         ws.x = x;
-        ws.profile.passes += 1;
-        ws.profile.rows += rows.len();
+        ws.profile.switch(Phase::Embedding);
+        self.experts.end_pass(result.is_ok());
         result
     }
 
@@ -222,6 +222,7 @@ impl Model {
         let Some(mtp) = &self.weights.mtp else { anyhow::bail!("this model has no MTP layer") };
         ensure!(hidden.len() == rows.len() * c.d_model, "one hidden state per row");
         self.check_rows(rows, caches, n, &mut ws.next)?;
+        ws.profile.begin(rows.len());
         let mut embedded = vec![0.0; rows.len() * c.d_model];
         self.embed(rows, &mut embedded);
         let mut z = Acts::default();
@@ -239,7 +240,10 @@ impl Model {
         let mut pass = Pass { rows, caches, ws, control };
         pass.start(&self.rope);
         self.layer(n, &mtp.layer, &mut pass, &mut x)?;
-        self.finish(&mut pass, &x, &mtp.norm, out)
+        pass.ws.profile.switch(Phase::Head);
+        self.finish(&mut pass, &x, &mtp.norm, out)?;
+        pass.ws.profile.switch(Phase::Embedding);
+        Ok(())
     }
 
     /// Logits of rows of hidden states after a final norm, (rows, d_model) → (rows, vocab).
@@ -324,8 +328,7 @@ impl Model {
         let ws = &mut *pass.ws;
         for (b, x) in x.chunks_mut(BLOCK * d).enumerate() {
             let of_block = b * BLOCK..(b * BLOCK + x.len() / d);
-            let started = ws.profile.start();
-            let indexer_before = ws.profile.total(Phase::Indexer);
+            ws.profile.switch(Phase::Attention);
             let mut block = Block {
                 rows: &pass.rows[of_block.clone()],
                 angles: &ws.angles[of_block.start * pairs..of_block.end * pairs],
@@ -337,8 +340,6 @@ impl Model {
             block.check_cancel()?;
             let selections = &mut ws.selections[of_block];
             mla::attention(self, i, layer, &mut block, x, selections, &mut ws.attention)?;
-            let indexer = ws.profile.total(Phase::Indexer) - indexer_before;
-            ws.profile.stop_less(Phase::Attention, started, indexer);
         }
         let mut block = Block {
             rows: pass.rows,

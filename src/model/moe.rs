@@ -20,6 +20,10 @@ use crate::pool::{Bands, TileMut};
 
 /// Rows of expert work held at a time: bounds scratch memory in prefill.
 const MAX_SLOTS: usize = 1024;
+/// Rows of a prompt that are asked for a guess at the next layer's experts.
+const GUESSING_ROWS: usize = 256;
+/// Rows from which a guess at the next layer's experts must be shared by two of them.
+const SURE_ROWS: usize = 16;
 
 /// Buffers of the feed-forward half.
 #[derive(Default)]
@@ -32,6 +36,11 @@ pub(super) struct Scratch {
     shared: Vec<f32>,
     slots: Vec<f32>,
     out: Vec<f32>,
+    guess: Vec<f32>, // (rows, d_model): what is known of the next layer's input
+    guess_y: Acts,
+    guesses: Vec<(u32, f32)>, // (rows, top_k)
+    votes: Vec<(u32, f32)>,   // (n_experts)
+    foreseen: Vec<u32>,
 }
 
 /// Which rows go to which expert.
@@ -82,22 +91,20 @@ pub(super) fn feed_forward(
 ) -> Result<()> {
     let (c, compute) = (&m.config, &m.compute);
     let n = block.rows.len();
+    block.profile.switch(Phase::Router);
     let finite = compute.norm(x, &layer.ff_norm, c.rms_eps, &mut s.y);
     ensure!(finite, "layer {i}: the feed-forward input is not finite");
     match &layer.ff {
         FeedForward::Dense(mlp) => {
-            let started = block.profile.start();
+            block.profile.switch(Phase::Dense);
             gated(m, i, mlp, &s.y, n, &mut s.hidden, &mut s.slots)?;
             add(x, &s.slots);
-            block.profile.stop(Phase::Dense, started);
         }
         FeedForward::Sparse { router, bias, shared } => {
-            let started = block.profile.start();
             s.logits.resize(n * c.n_experts, 0.0);
             compute.matmul(router, s.y.input(0).exact(), n, &mut s.logits);
             let finite = choose(m, &s.logits, bias, &mut s.routes);
             ensure!(finite, "layer {i}: a router score is not finite");
-            block.profile.stop(Phase::Router, started);
             if let Some(observer) = &mut block.observer {
                 for (row, route) in block.rows.iter().zip(s.routes.chunks(c.top_k)) {
                     observer.routed(i, *row, route);
@@ -107,7 +114,7 @@ pub(super) fn feed_forward(
             s.out.clear();
             s.out.resize(n * c.d_model, 0.0);
             let experts = std::mem::take(&mut s.routed.experts);
-            let result = sparse(m, i, shared.as_ref(), block, &experts, s);
+            let result = sparse(m, i, shared.as_ref(), block, &experts, x, s);
             s.routed.experts = experts;
             result?;
             add(x, &s.out);
@@ -123,23 +130,63 @@ fn sparse(
     shared: Option<&GatedMlp>,
     block: &mut Block<'_, '_>,
     experts: &[u32],
+    x: &[f32],
     s: &mut Scratch,
 ) -> Result<()> {
     let mut batch = m.experts.batch(i, experts);
-    let started = block.profile.start();
+    m.experts.count(i, &s.routes);
+    block.profile.switch(Phase::Dense);
     if let Some(mlp) = shared {
         gated(m, i, mlp, &s.y, block.rows.len(), &mut s.hidden, &mut s.shared)?;
     }
-    block.profile.stop(Phase::Dense, started);
-    let started = block.profile.start();
+    if m.experts.looks_ahead() {
+        block.profile.switch(Phase::Router);
+        foresee(m, i + 1, x, shared.is_some(), s);
+        batch.read_ahead(i + 1, &s.foreseen);
+    }
+    block.profile.switch(Phase::Experts);
     let result = routed(m, i, block, &mut batch, s);
-    block.profile.stop_less(Phase::Experts, started, batch.waited());
-    block.profile.add(Phase::Wait, batch.waited());
+    block.profile.reassign(Phase::Wait, batch.waited());
     result.map_err(|e| if e.is::<Interrupted>() { Cancelled.into() } else { e })?;
     if shared.is_some() {
         add(&mut s.out, &s.shared);
     }
     Ok(())
+}
+
+/// Guesses which experts layer `i` will want, likeliest first, by giving its router what is known of its input: the
+/// residual stream without the routed experts of the layer before. A wrong guess costs time, never a result.
+fn foresee(m: &Model, i: usize, x: &[f32], shared: bool, s: &mut Scratch) {
+    let (c, compute) = (&m.config, &m.compute);
+    s.foreseen.clear();
+    let Some(layer) = m.weights.layers.get(i) else { return };
+    let FeedForward::Sparse { router, bias, .. } = &layer.ff else { return };
+    let n = (x.len() / c.d_model).min(GUESSING_ROWS);
+    s.guess.clear();
+    s.guess.extend_from_slice(&x[..n * c.d_model]);
+    if shared {
+        add(&mut s.guess, &s.shared);
+    }
+    s.logits.resize(n * c.n_experts, 0.0);
+    let finite = compute.norm(&s.guess, &layer.ff_norm, c.rms_eps, &mut s.guess_y);
+    compute.matmul(router, s.guess_y.input(0).exact(), n, &mut s.logits);
+    if !finite || !choose(m, &s.logits, bias, &mut s.guesses) {
+        return;
+    }
+    // By how many rows want it, and how much. What one row of a long prompt may want is left to demand.
+    s.votes.clear();
+    s.votes.resize(c.n_experts, (0, 0.0));
+    for &(e, weight) in &s.guesses {
+        let (rows, sum) = &mut s.votes[e as usize];
+        *rows += 1;
+        *sum += weight;
+    }
+    let least = if n < SURE_ROWS { 1 } else { 2 };
+    s.foreseen.extend((0..c.n_experts as u32).filter(|&e| s.votes[e as usize].0 >= least));
+    s.foreseen.sort_unstable_by(|&a, &b| {
+        let (va, vb) = (s.votes[a as usize], s.votes[b as usize]);
+        vb.0.cmp(&va.0).then(vb.1.total_cmp(&va.1)).then(a.cmp(&b))
+    });
 }
 
 fn add(x: &mut [f32], y: &[f32]) {

@@ -52,39 +52,55 @@ impl Phase {
     }
 }
 
-/// Time by phase.
-#[derive(Clone, Debug, Default)]
+/// Time by phase: at any moment of a pass one phase runs, so the times add up to that of the passes.
+#[derive(Clone, Debug)]
 pub struct Profile {
     time: [Duration; Phase::ALL.len()],
+    running: Phase,
+    since: Instant,
     /// Forward passes.
     pub passes: usize,
     /// Rows over all passes.
     pub rows: usize,
 }
 
+impl Default for Profile {
+    fn default() -> Self {
+        let time = [Duration::ZERO; Phase::ALL.len()];
+        Self { time, running: Phase::Embedding, since: Instant::now(), passes: 0, rows: 0 }
+    }
+}
+
 impl Profile {
-    /// Starts a clock.
-    pub fn start(&self) -> Instant {
-        Instant::now()
+    /// Begins a pass over so many rows; what went by since the last one belongs to no phase.
+    pub fn begin(&mut self, rows: usize) {
+        self.passes += 1;
+        self.rows += rows;
+        self.running = Phase::Embedding;
+        self.since = Instant::now();
     }
 
-    /// Adds the time since `started` to `phase`.
-    pub fn stop(&mut self, phase: Phase, started: Instant) {
-        self.time[phase as usize] += started.elapsed();
+    /// Ends the running phase and begins `phase`; returns the one that ended.
+    pub fn switch(&mut self, phase: Phase) -> Phase {
+        let now = Instant::now();
+        self.time[self.running as usize] += now - self.since;
+        self.since = now;
+        std::mem::replace(&mut self.running, phase)
     }
 
-    /// As `stop`, less a part that another phase has counted.
-    pub fn stop_less(&mut self, phase: Phase, started: Instant, other: Duration) {
-        self.time[phase as usize] += started.elapsed().saturating_sub(other);
-    }
-
-    /// Adds a time that was measured elsewhere.
-    pub fn add(&mut self, phase: Phase, time: Duration) {
+    /// Gives to `phase` a part of the running phase's time, measured elsewhere.
+    pub fn reassign(&mut self, phase: Phase, time: Duration) {
+        self.since += time;
         self.time[phase as usize] += time;
     }
 
     /// Time of one phase.
     pub fn total(&self, phase: Phase) -> Duration {
         self.time[phase as usize]
+    }
+
+    /// Time of all phases.
+    pub fn sum(&self) -> Duration {
+        self.time.iter().sum()
     }
 }
