@@ -154,10 +154,8 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
         ram: args.ram,
         mapped: args.io == IoArg::Mmap,
         stream: stream_options(args),
-        usage: (!args.no_usage).then(|| UsageOptions {
-            file: args.usage.clone(),
-            decay: f64::from(args.usage_decay),
-        }),
+        usage: (!args.no_usage)
+            .then(|| UsageOptions { file: args.usage.clone(), decay: f64::from(args.usage_decay) }),
     };
     let dir = args.model.clone().or_else(|| variable("GLM_MODEL").map(PathBuf::from));
     let Some(dir) = dir else {

@@ -14,8 +14,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
 pub use generate::{Channel, Event, Finish, Generation, Request, TokenEvent};
-pub use history::UsageOptions;
 use history::History;
+pub use history::UsageOptions;
 pub use plan::{Plan, Ram, Residency, Wishes};
 pub use session::{Progress, Session};
 

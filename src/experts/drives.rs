@@ -8,8 +8,8 @@
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -81,26 +81,28 @@ impl Files {
                 bail!("a model that is in no file has no mirror")
             };
             let (path, of) = (copy.path.display(), original.path.display());
-            let header = |file: &File| -> Result<(u64, Vec<u8>)> {
-                let len = file.metadata()?.len();
+            let len = |file: &File, path: &Path| {
+                let len = file.metadata().map(|m| m.len());
+                len.with_context(|| format!("cannot read {}", path.display()))
+            };
+            let (found, expected) = (len(a, &copy.path)?, len(b, &original.path)?);
+            ensure!(
+                found == expected,
+                "{path}: {found} bytes, expected {expected} as in {of}; copy it again"
+            );
+            let header = |file: &File| -> io::Result<Vec<u8>> {
                 let mut size = [0; 8];
                 sys::read_exact_at(file, &mut size, 0)?;
-                let size = u64::from_le_bytes(size).min(len.saturating_sub(8)).min(MAX_HEADER);
+                let size = u64::from_le_bytes(size).min(expected.saturating_sub(8)).min(MAX_HEADER);
                 let mut header = vec![0; size as usize];
                 sys::read_exact_at(file, &mut header, 8)?;
-                Ok((len, header))
+                Ok(header)
             };
             let read = |file: &File, path: &Path| {
                 header(file).with_context(|| format!("cannot read {}", path.display()))
             };
-            let (a, b) = (read(a, &copy.path)?, read(b, &original.path)?);
-            ensure!(
-                a.0 == b.0,
-                "{path}: {} bytes, expected {} as in {of}; copy it again",
-                a.0,
-                b.0
-            );
-            ensure!(a.1 == b.1, "{path}: its header differs from that of {of}; copy it again");
+            let same = read(a, &copy.path)? == read(b, &original.path)?;
+            ensure!(same, "{path}: its header differs from that of {of}; copy it again");
         }
         Ok(())
     }
@@ -244,8 +246,7 @@ impl Drives {
                     reads.push(thread.context("cannot start a thread that reads from a mirror")?);
                 }
             }
-            let mut result =
-                self.read_own(run.file, own, run.first_page(), own_end, retries);
+            let mut result = self.read_own(run.file, own, run.first_page(), own_end, retries);
             for read in reads {
                 let Ok((mirror, pages, first, end, failed)) = read.join() else {
                     bail!("a thread that read from a mirror died")
@@ -335,8 +336,9 @@ pub(super) fn read_pages(
             Ok(n) => done += n,
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => {
-                return Err(e)
-                    .with_context(|| format!("{}: cannot read bytes {at} to {end}", path.display()));
+                return Err(e).with_context(|| {
+                    format!("{}: cannot read bytes {at} to {end}", path.display())
+                });
             }
         }
     }

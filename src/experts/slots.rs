@@ -121,7 +121,8 @@ impl State {
         self.cancel_ahead();
         if self.ahead_layer.take() == Some(layer) {
             self.stats.guessed += keys.len() as u64;
-            self.stats.foreseen += keys.iter().filter(|key| self.guess.contains(key)).count() as u64;
+            self.stats.foreseen +=
+                keys.iter().filter(|key| self.guess.contains(key)).count() as u64;
         }
         keys.iter().for_each(|&key| self.want(key));
     }

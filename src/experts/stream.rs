@@ -197,8 +197,7 @@ impl Stream {
             Io::Auto => direct_is_faster(&library, &mut classes)?,
         };
         let files = &library.records.files;
-        let drives =
-            Drives::open(files, direct, &options.mirrors, options.between, options.warn)?;
+        let drives = Drives::open(files, direct, &options.mirrors, options.between, options.warn)?;
         let loader = Loader::start(Arc::clone(&library), drives, name, options.readers)?;
         let mut state = State::new(loader, Arc::clone(&library), classes, class);
         if let Some(history) = &options.history {

@@ -1,11 +1,13 @@
 //! Experts read from disk: the same bits as in memory, whatever the slots, and faults that stay where they belong.
 
 use std::io;
+use std::path::PathBuf;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use glm::engine::{Engine, Options, Ram, Residency};
-use glm::experts::{Files, Io, Source, StreamOptions};
+use glm::engine::{Engine, Options, Ram, Residency, UsageOptions};
+use glm::experts::{Files, Io, Lookahead, Source, StreamOptions};
 use glm::model::Cancelled;
 
 use crate::fixture::{Oracle, dir};
@@ -44,7 +46,7 @@ fn streamed_experts_give_the_same_bits_with_any_number_of_slots() {
                 assert!(bits(&engine, ids) == want, "{preset}, {bytes} bytes, warm");
                 let stream = engine.model.stream().unwrap();
                 let stats = stream.stats();
-                assert_eq!(stats.misses, stats.loads, "{preset}, {bytes}: {stats:?}");
+                assert!(stats.misses <= stats.loads, "{preset}, {bytes}: {stats:?}");
                 assert!(stats.bytes > 0 && stats.service > Duration::ZERO, "{stats:?}");
                 slots.push(stream.slots());
             }
@@ -162,4 +164,150 @@ fn the_budget_decides_what_is_streamed_and_what_is_refused() {
     for word in ["do not fit into", "resident weights", "attention cache", "scratch", "--ram"] {
         assert!(error.contains(word), "no {word:?} in: {error}");
     }
+}
+
+/// A directory that is removed at the end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("glm-it-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    /// A copy of a fixture.
+    fn copy_of(preset: &str, name: &str) -> Self {
+        let copy = Self::new(name);
+        for entry in std::fs::read_dir(dir(preset)).unwrap() {
+            let entry = entry.unwrap();
+            if entry.file_type().unwrap().is_file() {
+                std::fs::copy(entry.path(), copy.0.join(entry.file_name())).unwrap();
+            }
+        }
+        copy
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn looking_ahead_changes_no_bit_and_its_guesses_are_counted() {
+    for preset in ["tiny", "odd", "long"] {
+        let ids = Oracle::load(preset).ids("/input_ids");
+        let ids = &ids[..ids.len().min(24)];
+        let held = Engine::open(&dir(preset), &Options::default()).unwrap();
+        let (want, all) = (bits(&held, ids), held.plan.routed * 2 + (1 << 20));
+        for bytes in [1, all / 6, all / 3, all * 8] {
+            for lookahead in Lookahead::ALL {
+                let engine =
+                    open(preset, StreamOptions { bytes, lookahead, ..StreamOptions::default() });
+                for _ in 0..3 {
+                    assert!(bits(&engine, ids) == want, "{preset}, {bytes} bytes, {lookahead}");
+                }
+                let stats = engine.model.stream().unwrap().stats();
+                let off = lookahead == Lookahead::Off;
+                assert_eq!(stats.recall().is_none(), off, "{preset}: {stats:?}");
+                assert!(stats.misses + stats.ahead_loads <= stats.loads, "{stats:?}");
+                assert!(stats.recall().is_none_or(|r| (0.1..=1.0).contains(&r)), "{stats:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_history_pins_the_hottest_and_goes_on_from_run_to_run() {
+    let scratch = Scratch::new("usage");
+    let file = scratch.0.join("usage.txt");
+    let ids = Oracle::load("tiny").ids("/input_ids");
+    let held = Engine::open(&dir("tiny"), &Options::default()).unwrap();
+    let (want, all) = (bits(&held, &ids), held.plan.routed * 2);
+    let open = |bytes: u64| {
+        let usage = Some(UsageOptions { file: Some(file.clone()), decay: 1.0 });
+        let stream = StreamOptions { bytes, ..StreamOptions::default() };
+        Engine::open(&dir("tiny"), &Options { stream, usage, ..Options::default() })
+    };
+    let total = || -> u64 {
+        let text = std::fs::read_to_string(&file).unwrap();
+        let last = |l: &str| l.split(' ').next_back().unwrap().parse::<u64>().unwrap();
+        text.lines().filter(|l| !l.starts_with('-')).map(last).sum()
+    };
+
+    let engine = open(all / 3).unwrap();
+    assert!(bits(&engine, &ids) == want);
+    assert_eq!(engine.model.stream().unwrap().pins(), 0);
+    engine.save_usage().unwrap();
+    let c = &engine.model.config;
+    let sparse = (0..c.n_layers).filter(|&i| c.is_sparse(i)).count();
+    let chosen = (ids.len() * sparse * c.top_k) as u64;
+    assert_eq!(total(), chosen);
+    engine.save_usage().unwrap();
+    assert_eq!(total(), chosen, "what was saved is not saved again");
+
+    // One expert of each layer is hot.
+    let (experts, layers) = (c.n_experts, c.n_layers);
+    let first = (0..layers).find(|&i| c.is_sparse(i)).unwrap();
+    let hot: String = (first..layers).map(|l| format!("{l} 1 300000\n")).collect();
+    std::fs::write(&file, format!("-1 {layers} {experts}\n-2 1 3815245270\n{hot}")).unwrap();
+    for bytes in [1, all / 3, all * 4] {
+        let engine = open(bytes).unwrap();
+        for _ in 0..2 {
+            assert!(bits(&engine, &ids) == want, "{bytes} bytes, pinned");
+        }
+        let stream = engine.model.stream().unwrap();
+        let stats = stream.stats();
+        assert!(stream.pins() <= stream.slots() / 2, "{} of {}", stream.pins(), stream.slots());
+        assert_eq!(stats.pin_hits > 0, bytes > 1, "{bytes} bytes: {stats:?}");
+    }
+
+    std::fs::write(&file, "-1 7 7\n").unwrap();
+    let error = format!("{:#}", open(all / 3).err().unwrap());
+    assert!(error.contains("usage.txt: line 1: a history of 7 layers of 7"), "{error}");
+}
+
+#[test]
+fn mirrors_share_the_reads_and_may_vanish() {
+    static WARNINGS: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    let copy = Scratch::copy_of("tiny", "mirror");
+    let ids = Oracle::load("tiny").ids("/input_ids");
+    let want = bits(&Engine::open(&dir("tiny"), &Options::default()).unwrap(), &ids);
+    let stream = |mirrors: Vec<PathBuf>, io| StreamOptions {
+        bytes: 1,
+        io,
+        mirrors,
+        warn: |text| WARNINGS.lock().unwrap().push(text.to_owned()),
+        ..StreamOptions::default()
+    };
+    for io in [Io::Direct, Io::Buffered] {
+        let engine = open("tiny", stream(vec![copy.0.clone(), dir("tiny")], io));
+        assert!(bits(&engine, &ids) == want, "three drives");
+    }
+    assert_eq!(WARNINGS.lock().unwrap().len(), 0);
+
+    // The mirror ends in the middle of a run: one warning, the same bits, nobody's error.
+    let engine = open("tiny", stream(vec![copy.0.clone()], Io::Buffered));
+    let shard = std::fs::read_dir(&copy.0).unwrap().map(|e| e.unwrap().path());
+    let shards: Vec<PathBuf> =
+        shard.filter(|p| p.extension().is_some_and(|e| e == "safetensors")).collect();
+    for shard in &shards {
+        std::fs::File::options().write(true).open(shard).unwrap().set_len(0).unwrap();
+    }
+    assert!(bits(&engine, &ids) == want, "a mirror that vanished");
+    let warnings = std::mem::take(&mut *WARNINGS.lock().unwrap());
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert!(warnings[0].contains("no longer used") && warnings[0].contains("ends at byte"));
+
+    // Now it is no mirror any more.
+    let options = Options { stream: stream(vec![copy.0.clone()], Io::Auto), ..Options::default() };
+    let error = format!("{:#}", Engine::open(&dir("tiny"), &options).err().unwrap());
+    for word in ["mirror ", ".safetensors", "0 bytes, expected", "copy it again"] {
+        assert!(error.contains(word), "no {word:?} in: {error}");
+    }
+    shards.iter().for_each(|s| std::fs::remove_file(s).unwrap());
+    let error = format!("{:#}", Engine::open(&dir("tiny"), &options).err().unwrap());
+    assert!(error.contains("cannot open"), "{error}");
 }
