@@ -115,12 +115,11 @@ pub struct LossyArgs {
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..), help_heading = LOSSY)]
     pub lossy_expert_top_k: Option<u32>,
     /// Send a token to its first J experts, and instead of the others to those among its first M that are in memory. In
-    /// passes of up to 16 tokens; what comes out depends on what ran before and differs from run to run
+    /// passes of up to 16 tokens; results depend on what ran before and may differ from run to run
     #[arg(long, value_name = "J,M", value_parser = pair, help_heading = LOSSY)]
     pub lossy_cache_route: Option<(u32, u32)>,
     /// Read at most N experts per layer, those of largest weight, and drop the others that are not in memory; a token
-    /// keeps at least one. In passes of up to 16 tokens; what comes out depends on what ran before and differs from run
-    /// to run
+    /// keeps at least one. In passes of up to 16 tokens; results depend on what ran before and may differ from run to run
     #[arg(long, value_name = "N", help_heading = LOSSY)]
     pub lossy_miss_budget: Option<u32>,
 }

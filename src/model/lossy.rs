@@ -150,7 +150,7 @@ struct State {
     tally: Tally,
     /// The routes as the router chose them.
     chosen: Vec<(u32, f32)>,
-    /// Ranked experts of a row, or the misses of a pass.
+    /// Experts of a row in some order, or the misses of a pass.
     ranked: Vec<(u32, f32)>,
 }
 
@@ -180,8 +180,8 @@ impl Rerouter {
         chosen.extend_from_slice(routes);
         let each_route = routes.chunks_mut(c.top_k);
         match self.mode {
-            Lossy::TopP(p) => each_route.for_each(|route| top_p(route, p)),
-            Lossy::TopK(k) => each_route.for_each(|route| top_k(route, k)),
+            Lossy::TopP(p) => each_route.for_each(|route| top_p(route, p, ranked)),
+            Lossy::TopK(k) => each_route.for_each(|route| top_k(route, k, ranked)),
             Lossy::CacheRoute { .. } | Lossy::MissBudget(_) => {
                 let Some(stream) = m.stream().filter(|_| each_route.len() <= SHORT_PASS) else {
                     return;
@@ -214,10 +214,17 @@ pub(super) fn used(route: &Route) -> &Route {
     &route[..n]
 }
 
-/// Drops all but the first `n` experts; the weights of these are scaled to the sum that all had.
-fn keep_first(route: &mut Route, n: usize) {
-    let (all, kept) = (sum(route), sum(&route[..n]));
-    if n < route.len() && kept > 0.0 {
+/// Drops the experts that are not to be kept; the weights of the others are scaled to the sum that all had.
+fn keep_only(route: &mut Route, keep: impl Fn(u32) -> bool) {
+    let n = route.iter().filter(|r| keep(r.0)).count();
+    if n == route.len() {
+        return;
+    }
+    let all = sum(route);
+    // A stable sort: who stays keeps the order of choice.
+    route.sort_by_key(|r| !keep(r.0));
+    let kept = sum(&route[..n]);
+    if kept > 0.0 {
         route[..n].iter_mut().for_each(|r| r.1 = r.1 / kept * all);
     }
     route[n..].fill((NONE, 0.0));
@@ -227,25 +234,27 @@ fn sum(route: &Route) -> f32 {
     route.iter().map(|r| r.1).sum()
 }
 
-/// By descending weight; equal weights stay in the order of choice.
-fn by_weight(route: &mut Route) {
-    route.sort_by(|a, b| b.1.total_cmp(&a.1));
+/// Keeps the `k` experts of largest weight; of equal weights the earlier choice.
+fn top_k(route: &mut Route, k: usize, heaviest: &mut Vec<(u32, f32)>) {
+    heaviest.clear();
+    heaviest.extend_from_slice(route);
+    heaviest.sort_by(|a, b| b.1.total_cmp(&a.1));
+    heaviest.truncate(k);
+    keep_only(route, |e| heaviest.iter().any(|r| r.0 == e));
 }
 
-fn top_k(route: &mut Route, k: usize) {
-    by_weight(route);
-    keep_first(route, k);
-}
-
-fn top_p(route: &mut Route, p: f32) {
-    by_weight(route);
+/// Keeps the fewest experts that together have the share `p` of the weight.
+fn top_p(route: &mut Route, p: f32, heaviest: &mut Vec<(u32, f32)>) {
     let wanted = p * sum(route);
+    heaviest.clear();
+    heaviest.extend_from_slice(route);
+    heaviest.sort_by(|a, b| b.1.total_cmp(&a.1));
     let mut mass = 0.0;
-    let last = route.iter().position(|r| {
+    let last = heaviest.iter().position(|r| {
         mass += r.1;
         mass >= wanted
     });
-    keep_first(route, last.map_or(route.len(), |last| last + 1));
+    top_k(route, last.map_or(route.len(), |last| last + 1), heaviest);
 }
 
 /// Fills `route` from the experts `ranked` by choice: the first `keep`, then those that are resident, then the others.
@@ -293,10 +302,7 @@ fn miss_budget(
         }
     }
     for route in routes.chunks_mut(top_k) {
-        let dropped = |r: &(u32, f32)| !resident(r.0) && read.iter().all(|x| x.0 != r.0);
-        route.sort_by_key(dropped);
-        let kept = route.iter().filter(|r| !dropped(r)).count();
-        keep_first(route, kept);
+        keep_only(route, |e| resident(e) || read.iter().any(|x| x.0 == e));
     }
 }
 
@@ -318,39 +324,39 @@ mod tests {
 
     #[test]
     fn the_k_experts_of_largest_weight_stay() {
-        assert_eq!(thinned(|r| top_k(r, 1)), [(2, 2.0)]);
-        assert_eq!(thinned(|r| top_k(r, 2)), [(2, 1.0 / 1.5 * 2.0), (7, 0.5 / 1.5 * 2.0)]);
+        let kept = |k: usize| thinned(|r| top_k(r, k, &mut Vec::new()));
+        assert_eq!(kept(1), [(2, 2.0)]);
+        assert_eq!(kept(2), [(7, 0.5 / 1.5 * 2.0), (2, 1.0 / 1.5 * 2.0)]);
         // Equal weights: the earlier choice stays, though its id is higher.
-        assert_eq!(ids(&thinned(|r| top_k(r, 3))), [2, 7, 9]);
-        // Nothing is dropped, so nothing is scaled.
-        assert_eq!(thinned(|r| top_k(r, 4)), [(2, 1.0), (7, 0.5), (9, 0.25), (4, 0.25)]);
+        assert_eq!(ids(&kept(3)), [7, 2, 9]);
+        assert_eq!(kept(4), ROUTE, "nothing is dropped, so nothing is scaled");
     }
 
     #[test]
-    fn the_smallest_prefix_that_reaches_the_share_stays() {
+    fn the_fewest_experts_that_reach_the_share_stay() {
         for (p, want) in [
             (0.001, &[2][..]),
             (0.5, &[2]),
-            (0.501, &[2, 7]),
-            (0.75, &[2, 7]),
-            (0.76, &[2, 7, 9]),
-            (0.875, &[2, 7, 9]),
-            (0.876, &[2, 7, 9, 4]),
-            (0.999, &[2, 7, 9, 4]),
+            (0.501, &[7, 2]),
+            (0.75, &[7, 2]),
+            (0.76, &[7, 2, 9]),
+            (0.875, &[7, 2, 9]),
+            (0.876, &[7, 2, 9, 4]),
+            (0.999, &[7, 2, 9, 4]),
         ] {
-            let route = thinned(|r| top_p(r, p));
+            let route = thinned(|r| top_p(r, p, &mut Vec::new()));
             assert_eq!(ids(&route), want, "{p}");
             assert!((sum(&route) - 2.0).abs() < 1e-6, "{p}: {route:?}");
         }
         let mut one = [(3, 0.7)];
-        top_p(&mut one, 0.1);
+        top_p(&mut one, 0.1, &mut Vec::new());
         assert_eq!(one, [(3, 0.7)]);
     }
 
     #[test]
     fn weights_that_vanish_stay_finite() {
         let mut route = [(1, 0.0), (2, 0.0)];
-        top_p(&mut route, 0.5);
+        top_p(&mut route, 0.5, &mut Vec::new());
         assert_eq!(used(&route), [(1, 0.0)]);
         // The only expert that is there weighs next to nothing: it gets all the weight.
         let mut route = [(1, 2.5), (2, 1e-40)];

@@ -57,7 +57,7 @@ pub struct Row {
 pub trait Observer {
     /// The residual stream of one row after a layer.
     fn hidden(&mut self, _layer: usize, _row: Row, _x: &[f32]) {}
-    /// The experts that a row goes to, by descending choice (by descending weight where lossy routing dropped some).
+    /// The experts that a row goes to, by descending choice.
     fn routed(&mut self, _layer: usize, _row: Row, _route: &Route) {}
     /// The keys that a row attends to.
     fn selected(&mut self, _layer: usize, _row: Row, _keys: KeySet<'_>) {}
