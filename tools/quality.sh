@@ -68,7 +68,7 @@ lossy() {
         if (base == "") base = all
         printf " %.4f | %+.2f%% | %.1f%% | %.1f%% | %.4f | %.2f |\n", all, 100 * (all / base - 1), 100 * kept / rows,
           100 * dropped / rows, kl / rows, read / rows > "/dev/stderr"
-        printf "%.6f", base
+        printf "%.12f", base
       }' "$sums" 2>&3)
   done <<'END'
 40

@@ -152,6 +152,8 @@ struct State {
     chosen: Vec<(u32, f32)>,
     /// Experts of a row in some order, or the misses of a pass.
     ranked: Vec<(u32, f32)>,
+    /// Whether each expert of the layer is in a slot.
+    there: Vec<bool>,
 }
 
 impl Rerouter {
@@ -175,7 +177,7 @@ impl Rerouter {
         let c = &m.config;
         let logits = logits.chunks(c.n_experts);
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let State { tally, chosen, ranked } = &mut *state;
+        let State { tally, chosen, ranked, there } = &mut *state;
         chosen.clear();
         chosen.extend_from_slice(routes);
         let each_route = routes.chunks_mut(c.top_k);
@@ -186,7 +188,10 @@ impl Rerouter {
                 let Some(stream) = m.stream().filter(|_| each_route.len() <= SHORT_PASS) else {
                     return;
                 };
-                let resident = |id: u32| stream.resident(layer, id);
+                // Looked up once: reads may end meanwhile.
+                there.clear();
+                there.extend((0..c.n_experts as u32).map(|id| stream.resident(layer, id)));
+                let resident = |id: u32| there[id as usize];
                 if let Lossy::CacheRoute { keep, of } = self.mode {
                     for (route, logits) in each_route.zip(logits.clone()) {
                         ranked.clear();
