@@ -104,10 +104,43 @@ pub struct EngineArgs {
     /// What the history's counts are multiplied by in each run, 0 to 1: lower forgets faster
     #[arg(long, value_name = "X", default_value_t = 0.9, value_parser = number::<0, 1>, conflicts_with = "no_usage", help_heading = "Memory")]
     pub usage_decay: f32,
+    /// Read experts from disk through N slots, even if all of them would fit: to measure how results and speed depend on it.
+    /// Default is what --ram leaves
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Memory")]
+    pub slots: Option<u32>,
+    /// Most rows of a forward pass, up to 4096: fewer read experts more often. Results depend on it only with
+    /// --lossy-cache-route and --lossy-miss-budget. Default is what memory allows
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096), help_heading = "Memory")]
+    pub pass_rows: Option<u32>,
+    /// Ways to trade the answer for speed.
+    #[command(flatten)]
+    pub lossy: LossyArgs,
     /// Print no notes, progress or statistics
     #[arg(short, long)]
     pub quiet: bool,
 }
+
+/// Lossy routing: at most one of these.
+#[derive(Debug, Args)]
+#[group(multiple = false)]
+pub struct LossyArgs {
+    /// Send a token only to those of its experts, by descending weight, that together have the share P of its weight
+    #[arg(long, value_name = "P", value_parser = part, help_heading = LOSSY)]
+    pub lossy_expert_top_p: Option<f32>,
+    /// Send a token only to the K of its experts that have the largest weight
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..), help_heading = LOSSY)]
+    pub lossy_expert_top_k: Option<u32>,
+    /// Send a token to its first J experts, and instead of the others to those among its first M that are in memory. In
+    /// passes of up to 16 tokens; results depend on what ran before and may differ from run to run
+    #[arg(long, value_name = "J,M", value_parser = pair, help_heading = LOSSY)]
+    pub lossy_cache_route: Option<(u32, u32)>,
+    /// Read at most N experts per layer, those of largest weight, and drop the others that are not in memory; a token
+    /// keeps at least one. In passes of up to 16 tokens; results depend on what ran before and may differ from run to run
+    #[arg(long, value_name = "N", help_heading = LOSSY)]
+    pub lossy_miss_budget: Option<u32>,
+}
+
+const LOSSY: &str = "Lossy routing (changes the answer)";
 
 /// Ways to read experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -539,6 +572,17 @@ fn number<const LOW: i32, const HIGH: i32>(s: &str) -> Result<f32, String> {
 fn share(s: &str) -> Result<f32, String> {
     let x = number::<0, 1>(s).ok().filter(|x| *x > 0.0);
     x.ok_or_else(|| "expected a number above 0 and up to 1".to_owned())
+}
+
+/// A share of something that is neither nothing nor all of it.
+fn part(s: &str) -> Result<f32, String> {
+    let x = number::<0, 1>(s).ok().filter(|x| *x > 0.0 && *x < 1.0);
+    x.ok_or_else(|| "expected a number above 0 and below 1".to_owned())
+}
+
+fn pair(s: &str) -> Result<(u32, u32), String> {
+    let pair = s.split_once(',').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+    pair.ok_or_else(|| "expected two numbers J,M, for example 4,16".to_owned())
 }
 
 fn penalty(s: &str) -> Result<f32, String> {

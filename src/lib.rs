@@ -32,7 +32,8 @@
 //! # Invariants, each with a test
 //!
 //! 1. Logits are the same bits for every instruction set, thread count, batch composition and block size
-//!    (`tests/it/equality.rs`, `kernels/tests.rs`), and on every kind of machine (`tests/it/digests.rs`).
+//!    (`tests/it/equality.rs`, `kernels/tests.rs`), and on every kind of machine (`tests/it/digests.rs`). The exception
+//!    has to be asked for by name ([`model::lossy`], `tests/it/lossy.rs`).
 //! 2. Logits, router and indexer decisions equal the reference implementation's (`tests/it/oracle.rs`).
 //! 3. Nothing is read of a weight before all headers agree with the config; an error names file and tensor
 //!    (`tests/it/faults.rs`), and no input makes the program panic (`tests/it/mutate.rs`, `fuzz/`).

@@ -23,11 +23,13 @@ use anyhow::{Context, Result, anyhow, ensure};
 use clap::CommandFactory;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::cli::{ActivationsArg, Cli, Command, EngineArgs, IoArg, KvArg};
+use crate::cli::{ActivationsArg, Cli, Command, EngineArgs, IoArg, KvArg, LossyArgs};
 use crate::engine::{Engine, Options, Plan, Residency, UsageOptions};
 use crate::experts::{Io, Stream, StreamOptions};
 use crate::kernels::{Activations, Isa};
+use crate::model::Model;
 use crate::model::kv::KvType;
+use crate::model::lossy::{Lossy, Unfit};
 
 /// How a command ended that did not fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -156,19 +158,42 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
         stream: stream_options(args),
         usage: (!args.no_usage)
             .then(|| UsageOptions { file: args.usage.clone(), decay: f64::from(args.usage_decay) }),
+        rows: args.pass_rows.map(|n| n as usize),
+        lossy: lossy(&args.lossy),
     };
+    if args.slots.is_some() && options.mapped {
+        return Err(Usage("--slots and --io mmap exclude each other".to_owned()).into());
+    }
+    let engine = open_model(args, &options);
+    let engine = engine.map_err(|e| match e.downcast::<Unfit>() {
+        Ok(unfit) => Usage(unfit.to_string()).into(),
+        Err(e) => e,
+    })?;
+    if !args.quiet {
+        lossy_note(&engine.model).iter().for_each(|l| stderr_line(l));
+    }
+    Ok(engine)
+}
+
+fn open_model(args: &EngineArgs, options: &Options) -> Result<Engine> {
     let dir = args.model.clone().or_else(|| variable("GLM_MODEL").map(PathBuf::from));
     let Some(dir) = dir else {
+        if args.slots.is_some() {
+            return Err(Usage(
+                "--slots needs --model: the built-in model is in no file".to_owned(),
+            )
+            .into());
+        }
         if !args.quiet {
             stderr_line(
                 "note: this is the built-in demonstration model (12 M parameters, it invents and cannot calculate); \
                  for GLM-5.2 download a checkpoint and pass --model DIR (see README.md)",
             );
         }
-        return Engine::builtin(&options);
+        return Engine::builtin(options);
     };
     let spinner = progress_bar(args.quiet, None, &format!("loading {}", dir.display()));
-    let engine = Engine::open(&dir, &options);
+    let engine = Engine::open(&dir, options);
     spinner.finish_and_clear();
     let engine = engine?;
     if !args.quiet {
@@ -215,8 +240,56 @@ fn stream_options(args: &EngineArgs) -> StreamOptions {
         lookahead: args.lookahead,
         mirrors: args.mirror.clone(),
         warn: |text| stderr_line(&format!("warning: {text}")),
+        slots: args.slots.map(|n| n as usize),
         ..StreamOptions::default()
     }
+}
+
+/// The lossy routing that the arguments ask for; the parser lets one at most through.
+fn lossy(args: &LossyArgs) -> Option<Lossy> {
+    let top_p = args.lossy_expert_top_p.map(Lossy::TopP);
+    let top_k = args.lossy_expert_top_k.map(|k| Lossy::TopK(k as usize));
+    let cache_route = args
+        .lossy_cache_route
+        .map(|(keep, of)| Lossy::CacheRoute { keep: keep as usize, of: of as usize });
+    let miss_budget = args.lossy_miss_budget.map(|n| Lossy::MissBudget(n as usize));
+    top_p.or(top_k).or(cache_route).or(miss_budget)
+}
+
+/// Says that answers are not the model's.
+fn lossy_note(model: &Model) -> Option<String> {
+    let (mode, _) = model.lossy()?;
+    Some(match model.stream() {
+        None if mode.needs_slots() => format!(
+            "note: lossy routing: {mode}; it changes nothing here, where no expert is read from disk through slots"
+        ),
+        _ => format!("note: lossy routing: {mode}; the answer differs from the model's"),
+    })
+}
+
+/// What lossy routing did, for the statistics line.
+fn lossy_text(model: &Model) -> String {
+    model.lossy().filter(|(_, t)| t.rows > 0).map_or_else(String::new, |(mode, t)| {
+        format!(
+            ", lossy {mode}: {:.1}% of choices kept, {:.1}% dropped, KL {:.4}",
+            100.0 * t.agreement(),
+            100.0 * t.dropped(),
+            t.kl()
+        )
+    })
+}
+
+/// What lossy routing did; `None` without it. Figures over nothing are null.
+fn lossy_json(model: &Model) -> Option<serde_json::Value> {
+    let (mode, t) = model.lossy()?;
+    let over_rows = |x: f64| (t.rows > 0).then(|| round(x, 6));
+    Some(serde_json::json!({
+        "mode": mode.to_string(),
+        "rows": t.rows,
+        "agreement": over_rows(t.agreement()),
+        "dropped": over_rows(t.dropped()),
+        "kl": over_rows(t.kl()),
+    }))
 }
 
 /// What was read from disk, for the statistics line.

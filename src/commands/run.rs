@@ -9,8 +9,8 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use super::{
-    Outcome, Usage, cancel_flag, human_bytes, open_engine, print_json, progress_bar, rate,
-    read_text, round, stderr_line, stream_json, stream_text,
+    Outcome, Usage, cancel_flag, human_bytes, lossy_json, lossy_text, open_engine, print_json,
+    progress_bar, rate, read_text, round, stderr_line, stream_json, stream_text,
 };
 use crate::cli::RunArgs;
 use crate::engine::{
@@ -247,7 +247,7 @@ impl Stats<'_> {
     fn line(&self) -> String {
         let a = self.answer;
         format!(
-            "{} prompt tokens at {:.1} tok/s, {} tokens at {:.1} tok/s, {}, peak {}, {}{}, seed {}",
+            "{} prompt tokens at {:.1} tok/s, {} tokens at {:.1} tok/s, {}, peak {}, {}{}{}, seed {}",
             self.prompt_tokens,
             rate(self.prompt_tokens, self.prefill_s),
             a.tokens.len(),
@@ -256,6 +256,7 @@ impl Stats<'_> {
             human_bytes(sys::peak_rss_bytes()),
             self.engine.describe_compute(),
             self.engine.model.stream().map_or_else(String::new, stream_text),
+            lossy_text(&self.engine.model),
             self.seed
         )
     }
@@ -288,6 +289,9 @@ impl Stats<'_> {
         });
         if let Some(stream) = self.engine.model.stream() {
             v["experts"] = stream_json(stream);
+        }
+        if let Some(lossy) = lossy_json(&self.engine.model) {
+            v["lossy"] = lossy;
         }
         if args.logprobs.is_some() {
             v["logprobs"] = a.tokens.iter().map(|t| self.logprob_json(t)).collect();

@@ -9,8 +9,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::{
-    Outcome, Usage, cancel_flag, input_name, open_engine, print_json, progress_bar, rate,
-    read_text, round, stderr_line,
+    Outcome, Usage, cancel_flag, input_name, lossy_json, lossy_text, open_engine, print_json,
+    progress_bar, rate, read_text, round, stderr_line, stream_json,
 };
 use crate::cli::{InputForm, ScoreArgs};
 use crate::engine::{Engine, Session};
@@ -406,6 +406,7 @@ impl Scorer<'_> {
             r["tok_s"].as_f64().unwrap_or(0.0),
             self.engine.describe_compute()
         );
+        s += &lossy_text(&self.engine.model);
         if let Some(n) = r["left_out_tokens"].as_u64().filter(|n| *n > 0) {
             s += &format!("; {n} tokens at the end fill no window and are left out");
         }
@@ -426,6 +427,12 @@ impl Scorer<'_> {
             v["model"] = self.engine.label().into();
             v["kernels"] = self.engine.model.compute.kernels.isa().name().into();
             v["cpu"] = sys::cpu_name().into();
+            if let Some(stream) = self.engine.model.stream() {
+                v["experts"] = stream_json(stream);
+            }
+            if let Some(lossy) = lossy_json(&self.engine.model) {
+                v["lossy"] = lossy;
+            }
             if !rows.is_empty() {
                 v["results"] = rows.into();
             }

@@ -25,6 +25,7 @@ use crate::kernels::{Activations, Format, Isa, Kernels};
 use crate::model::census::Census;
 use crate::model::config::{Config, MAX_CONFIG_BYTES, eos_ids};
 use crate::model::kv::KvType;
+use crate::model::lossy::Lossy;
 use crate::model::weights::{BindOptions, ExpertPlace, Placement, complete_census};
 use crate::model::{Compute, Model};
 use crate::pool::Pool;
@@ -57,10 +58,14 @@ pub struct Options {
     pub ram: Option<Ram>,
     /// Leave experts that do not fit in mapped files, to the system's cache.
     pub mapped: bool,
-    /// How experts that do not fit are read. `bytes` is the plan's, unless it is set.
+    /// How experts that do not fit are read. `bytes` is the plan's, unless it or `slots` is set; all are streamed then.
     pub stream: StreamOptions,
     /// Where it is kept which experts were chosen; `None` keeps nothing.
     pub usage: Option<UsageOptions>,
+    /// Rows of the largest forward pass; `None` is what memory allows.
+    pub rows: Option<usize>,
+    /// Routes tokens to fewer or other experts than the model does: the answer is another one.
+    pub lossy: Option<Lossy>,
 }
 
 impl Default for Options {
@@ -77,6 +82,8 @@ impl Default for Options {
             mapped: false,
             stream: StreamOptions::default(),
             usage: None,
+            rows: None,
+            lossy: None,
         }
     }
 }
@@ -212,6 +219,7 @@ impl Engine {
         };
         let config_path = path("config.json");
         let config = Config::parse(files.config, &config_path)?;
+        options.lossy.map_or(Ok(()), |lossy| lossy.check(&config))?;
         let tokenizer = check_tokenizer(files.tokenizer, &path("tokenizer.json"), &config)?;
         let generation = files
             .generation
@@ -244,11 +252,12 @@ impl Engine {
             quantize: options.quantize,
             no_indexer: options.no_indexer,
             placement: Placement::default(),
+            lossy: options.lossy,
         };
         let (census, plan) = census_and_plan(&config, shards, &bind, dir, options)?;
-        bind.placement = match options.stream.bytes {
-            0 => plan.placement(&options.stream),
-            _ => Placement { dense: true, experts: ExpertPlace::Streamed(options.stream.clone()) },
+        bind.placement = match &options.stream {
+            StreamOptions { bytes: 0, slots: None, .. } => plan.placement(&options.stream),
+            stream => Placement { dense: true, experts: ExpertPlace::Streamed(stream.clone()) },
         };
         let (mut warnings, mut history) = (Vec::new(), None);
         if let (ExpertPlace::Streamed(stream), Some(usage)) =
@@ -378,7 +387,7 @@ fn census_and_plan(
         mapped: options.mapped,
         quantize: options.quantize,
         on_disk: options.quantize.is_none(),
-        rows: session::PREFILL_ROWS,
+        rows: options.rows.unwrap_or(session::PREFILL_ROWS).min(session::PREFILL_ROWS),
     };
     let plan = Plan::new(config, &census, &wishes)?;
     Ok((census, plan))

@@ -45,6 +45,8 @@ pub enum Io {
 pub struct StreamOptions {
     /// Bytes that slots may take.
     pub bytes: u64,
+    /// Slots, instead of as many as `bytes` allow; each size has its part, rounded down.
+    pub slots: Option<usize>,
     /// How to read.
     pub io: Io,
     /// Reading threads.
@@ -67,6 +69,7 @@ impl Default for StreamOptions {
     fn default() -> Self {
         Self {
             bytes: 0,
+            slots: None,
             io: Io::Auto,
             readers: 2,
             policy: PolicyKind::default(),
@@ -182,7 +185,15 @@ impl Stream {
         let mut distinct: Vec<usize> = sizes.iter().copied().filter(|&b| b > 0).collect();
         distinct.sort_unstable();
         distinct.dedup();
-        let share = share(&sizes, &counts, &distinct, options.bytes);
+        let bytes = match options.slots {
+            None => options.bytes,
+            Some(slots) => {
+                let all: u64 = sizes.iter().zip(&counts).map(|(&b, &n)| (b * n) as u64).sum();
+                let experts = counts.iter().sum::<usize>().max(1) as u64;
+                (slots as u64).saturating_mul(all).div_ceil(experts)
+            }
+        };
+        let share = share(&sizes, &counts, &distinct, bytes);
         let mut classes = Vec::new();
         for (&slot_bytes, &slots) in distinct.iter().zip(&share) {
             let free = (0..slots).map(|_| huge_pages(slot_bytes)).collect::<Result<Vec<_>>>()?;

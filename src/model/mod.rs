@@ -11,6 +11,7 @@ mod compute;
 pub mod config;
 mod dsa;
 pub mod kv;
+pub mod lossy;
 mod mla;
 mod moe;
 mod profile;
@@ -26,6 +27,7 @@ pub use compute::Compute;
 use config::Config;
 use dsa::Selection;
 use kv::KvCache;
+use lossy::{Lossy, Rerouter, Tally};
 pub use moe::Route;
 pub use profile::{Phase, Profile};
 use rope::Rope;
@@ -101,6 +103,7 @@ pub struct Model {
     pub compute: Compute,
     weights: Weights,
     experts: Experts,
+    rerouter: Option<Rerouter>,
     rope: Rope,
     max_context: usize,
     warnings: Vec<String>,
@@ -148,7 +151,8 @@ impl Model {
             weights::bind(&config, shards, census, options, &compute)?;
         let rope = Rope::new(config.rope_theta, config.d_rope);
         let max_context = config.max_context(options.no_indexer);
-        Ok(Self { config, compute, weights, experts, rope, max_context, warnings })
+        let rerouter = options.lossy.map(Rerouter::new);
+        Ok(Self { config, compute, weights, experts, rerouter, rope, max_context, warnings })
     }
 
     /// Longest context: the config's, or the indexer's `top_k` when it was left out.
@@ -164,6 +168,11 @@ impl Model {
     /// The store that reads experts from disk, if there is one.
     pub fn stream(&self) -> Option<&Stream> {
         self.experts.stream()
+    }
+
+    /// The lossy routing that was asked for, and what it did since the model was opened.
+    pub fn lossy(&self) -> Option<(Lossy, Tally)> {
+        self.rerouter.as_ref().map(|r| (r.mode, r.tally()))
     }
 
     /// Whether the MTP layer is loaded.

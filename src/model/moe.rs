@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Result, ensure};
 
 use super::config::Config;
+use super::lossy;
 use super::weights::{FeedForward, Layer};
 use super::{Block, Cancelled, Model, Phase};
 use crate::experts::{Batch, GatedMlp, Interrupted};
@@ -105,9 +106,12 @@ pub(super) fn feed_forward(
             compute.matmul(router, s.y.input(0).exact(), n, &mut s.logits);
             let finite = choose(m, &s.logits, bias, &mut s.routes);
             ensure!(finite, "layer {i}: a router score is not finite");
+            if let Some(rerouter) = &m.rerouter {
+                rerouter.reroute(m, i, &s.logits, bias, &mut s.routes);
+            }
             if let Some(observer) = &mut block.observer {
                 for (row, route) in block.rows.iter().zip(s.routes.chunks(c.top_k)) {
-                    observer.routed(i, *row, route);
+                    observer.routed(i, *row, lossy::used(route));
                 }
             }
             s.routed.sort(&s.routes, c.top_k);
@@ -134,7 +138,7 @@ fn sparse(
     s: &mut Scratch,
 ) -> Result<()> {
     let mut batch = m.experts.batch(i, experts);
-    m.experts.count(i, &s.routes);
+    s.routes.chunks(m.config.top_k).for_each(|route| m.experts.count(i, lossy::used(route)));
     block.profile.switch(Phase::Dense);
     if let Some(mlp) = shared {
         gated(m, i, mlp, &s.y, block.rows.len(), &mut s.hidden, &mut s.shared)?;
@@ -211,16 +215,21 @@ fn choose(m: &Model, logits: &[f32], bias: &[f32], routes: &mut Vec<(u32, f32)>)
                 if !choose_row(c, logits, bias, route, task) {
                     finite.store(false, Ordering::Relaxed);
                 }
+                weigh(c, route);
             }
         });
     });
     finite.into_inner()
 }
 
-/// Chooses the experts of one row. False if a score is not finite.
+/// Ranks the best experts of one row, as many as `route` holds, with their plain scores.
+pub(super) fn rank(c: &Config, logits: &[f32], bias: &[f32], route: &mut Route) {
+    TASK.with_borrow_mut(|task| choose_row(c, logits, bias, route, task));
+}
+
+/// Chooses the experts of one row, as many as `route` holds, with their plain scores. False if a score is not finite.
 ///
-/// Scores are sigmoid(logit); the choice adds the correction bias and is limited to the best groups, the weights are
-/// the plain scores.
+/// Scores are sigmoid(logit); the choice adds the correction bias and is limited to the best groups.
 fn choose_row(
     c: &Config,
     logits: &[f32],
@@ -241,16 +250,20 @@ fn choose_row(
     if c.n_group > 1 {
         limit_to_groups(c, choice, ids, groups, ranks);
     }
-    best(ids, choice, c.top_k);
+    best(ids, choice, route.len());
     for (slot, &e) in route.iter_mut().zip(ids.iter()) {
         *slot = (e, scores[e as usize]);
     }
+    true
+}
+
+/// Turns the plain scores of a row's experts into their weights.
+pub(super) fn weigh(c: &Config, route: &mut Route) {
     let sum = match c.norm_topk {
         true => route.iter().fold(0.0f32, |a, r| a + r.1) + 1e-20,
         false => 1.0,
     };
     route.iter_mut().for_each(|r| r.1 = r.1 / sum * c.routed_scale);
-    true
 }
 
 /// Keeps the `k` best, by descending choice, ties to the lower id.
@@ -297,7 +310,7 @@ impl Routed {
         let Self { slots, experts, bounds, .. } = self;
         slots.clear();
         for (row, route) in (0..).zip(routes.chunks(top_k)) {
-            slots.extend(route.iter().map(|&(e, w)| (e, row, w)));
+            slots.extend(lossy::used(route).iter().map(|&(e, w)| (e, row, w)));
         }
         slots.sort_unstable_by_key(|&(e, row, _)| (e, row));
         experts.clear();

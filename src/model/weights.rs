@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use super::census::{Census, Found};
 use super::compute::Compute;
 use super::config::Config;
+use super::lossy::Lossy;
 use crate::experts::{Experts, GatedMlp, StreamOptions};
 use crate::kernels::{FP8_BLOCK, Format, Kernels, MatView};
 use crate::store::{Bytes, Dtype, Mat, Scales, Shards, TensorRef, quant, settle};
@@ -216,6 +217,8 @@ pub struct BindOptions {
     pub no_indexer: bool,
     /// Where weights go.
     pub placement: Placement,
+    /// Routes rows to fewer or other experts than their routers choose.
+    pub lossy: Option<Lossy>,
 }
 
 /// Where weights go.

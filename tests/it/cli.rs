@@ -14,7 +14,7 @@ fn glm() -> Command {
     c
 }
 
-fn run(args: &[&str]) -> Output {
+pub fn run(args: &[&str]) -> Output {
     glm().args(args).output().unwrap()
 }
 
@@ -30,16 +30,16 @@ fn with_stdin(args: &[&str], input: &str) -> Output {
     child.wait_with_output().unwrap()
 }
 
-fn stdout(o: &Output) -> String {
+pub fn stdout(o: &Output) -> String {
     assert!(o.status.success(), "exit {:?}: {}", o.status.code(), stderr(o));
     String::from_utf8(o.stdout.clone()).expect("stdout is UTF-8")
 }
 
-fn stderr(o: &Output) -> String {
+pub fn stderr(o: &Output) -> String {
     String::from_utf8_lossy(&o.stderr).into_owned()
 }
 
-fn json(o: &Output) -> Value {
+pub fn json(o: &Output) -> Value {
     serde_json::from_str(&stdout(o)).unwrap()
 }
 

@@ -11,6 +11,7 @@ mod equality;
 mod faults;
 mod fixture;
 mod layers;
+mod lossy;
 mod mutate;
 mod oracle;
 mod quality;

@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use super::{Random, middle};
 use crate::cli::BenchModelArgs;
 use crate::commands::{
-    Outcome, Usage, cancel_flag, open_engine, print_json, progress_bar, rate, round, stream_json,
-    stream_text, version,
+    Outcome, Usage, cancel_flag, lossy_json, lossy_text, open_engine, print_json, progress_bar,
+    rate, round, stream_json, stream_text, version,
 };
 use crate::engine::Engine;
 use crate::model::Cancelled;
@@ -122,6 +122,9 @@ fn report(engine: &Engine, args: &BenchModelArgs, rows: &[Measured]) -> String {
     if let Some(stream) = engine.model.stream() {
         s += &format!("experts, warm-up included{}\n", stream_text(stream));
     }
+    if engine.model.lossy().is_some() {
+        s += &format!("routing, warm-up included{}\n", lossy_text(&engine.model));
+    }
     s
 }
 
@@ -132,7 +135,7 @@ fn report_json(engine: &Engine, args: &BenchModelArgs, rows: &[Measured]) -> Val
         .map(|m| json!({"prompt": m.prompt, "gen": args.generate, "prefill_tok_s": span(&m.prefill), "decode_tok_s": span(&m.decode)}))
         .collect();
     let experts = engine.model.stream().map(stream_json);
-    json!({
+    let mut v = json!({
         "experts": experts,
         "version": version(),
         "cpu": sys::cpu_name(),
@@ -142,5 +145,9 @@ fn report_json(engine: &Engine, args: &BenchModelArgs, rows: &[Measured]) -> Val
         "reps": args.report.reps,
         "peak_rss_bytes": sys::peak_rss_bytes(),
         "rows": rows,
-    })
+    });
+    if let Some(lossy) = lossy_json(&engine.model) {
+        v["lossy"] = lossy;
+    }
+    v
 }
