@@ -33,11 +33,19 @@ pub(super) fn middle(v: &[f64]) -> f64 {
     }
 }
 
-/// Least, median and most.
-pub(super) fn span(mut v: Vec<f64>) -> Span {
+/// Median, least and most.
+pub(super) fn extremes(mut v: Vec<f64>) -> Span {
     let middle = median(&mut v);
     let end = |v: Option<&f64>| v.copied().unwrap_or_default();
     Span { low: end(v.first()), middle, high: end(v.last()) }
+}
+
+/// Median and quartiles: what a longer run will probably see.
+fn quartiles(mut v: Vec<f64>) -> Span {
+    let middle = median(&mut v);
+    let at = |i: usize| v.get(i).copied().unwrap_or_default();
+    let low = v.len().saturating_sub(1) / 4;
+    Span { low: at(low), middle, high: at(v.len().saturating_sub(1 + low)) }
 }
 
 /// Seconds that `f` takes.
@@ -54,7 +62,7 @@ fn repeated(time: Duration, mut f: impl FnMut() -> f64) -> Span {
     while results.len() < 3 || started.elapsed() < time {
         results.push(f());
     }
-    span(results)
+    quartiles(results)
 }
 
 /// Every thread reads its share of every part.
@@ -156,10 +164,10 @@ impl Drive {
     /// # Errors
     /// The file is too small or cannot be read.
     pub(super) fn speed(&self, block: usize, readers: usize, time: Duration) -> Result<Span> {
-        const SLICES: u32 = 6;
+        const SLICES: u32 = 8;
         let mut reads = Reads::new(self, self.direct.is_none(), block, readers)?;
         let slice = |_| reads.run(time / SLICES, None);
-        (0..SLICES).map(slice).collect::<Result<_>>().map(span)
+        (0..SLICES).map(slice).collect::<Result<_>>().map(quartiles)
     }
 }
 

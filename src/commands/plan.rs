@@ -161,7 +161,7 @@ fn plan_json(plan: &Plan, hits: &Hits, speeds: Option<&Speeds>, e: Option<&Estim
         .collect();
     let gbps = |s: Span| {
         let [low, middle, high] = [s.low, s.middle, s.high].map(|x| round(x / 1e9, 2));
-        json!({"median": middle, "min": low, "max": high})
+        json!({"median": middle, "low": low, "high": high})
     };
     json!({
         "ram_bytes": plan.ram,
@@ -192,7 +192,7 @@ fn plan_json(plan: &Plan, hits: &Hits, speeds: Option<&Speeds>, e: Option<&Estim
             "drive_gbps": s.drive.map(gbps),
         })),
         "estimate": e.map(|e| json!({
-            "decode_tok_s": {"min": round(e.low, 3), "max": round(e.high, 3)},
+            "decode_tok_s": {"low": round(e.low, 3), "high": round(e.high, 3)},
             "hit_rate": round(hits.expected(), 4),
             "bound": e.bound.key(),
             "bound_bytes_per_token": e.bytes,

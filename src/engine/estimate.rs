@@ -3,14 +3,19 @@
 //! One token takes
 //!
 //! ```text
-//! layers · o  +  resident / m  +  max(missed / d,  shared / m + hit / p)  +  missed / p
+//! layers · o  +  resident / m  +  max(missed / d,  shared / m + routed / p)  +  last / p
 //! ```
 //!
-//! where `resident`, `shared`, `hit` and `missed` are bytes of weights outside experts, of shared experts, and of routed
-//! experts that are in slots or not; `m` is the speed of reading memory, `p` of products with experts as they are
-//! stored, `d` of the drive; `o` is what a layer costs beside its bytes. Reads overlap with the products of the same
-//! layer that need nothing of them, and with nothing else. With all experts in memory it is
-//! `layers · o + (resident + shared + routed) / m`. The attention cache is left out: the estimate is for a short context.
+//! where `resident`, `shared`, `routed` and `missed` are bytes of weights outside experts, of shared experts, of the
+//! routed experts that the token is sent to, and of those of them that are in no slot; `m` is the speed of going
+//! through weights in memory, `p` that of products with experts as they are stored, `d` that of the drive; `o` is what a
+//! layer costs beside its bytes. A layer reads while it computes the shared expert, what is in slots and what has
+//! arrived; the product with the last expert to arrive (`last`, one in each layer that misses any) overlaps with no read,
+//! and neither does anything outside that half of the layer. With all experts in memory a token takes
+//! `layers · o + (resident + shared + routed) / m`.
+//!
+//! Left out are the attention cache, so it is an estimate for a short context, and what reading threads take from those
+//! that compute.
 #![forbid(unsafe_code)]
 
 use super::plan::{Plan, Residency};
@@ -18,16 +23,16 @@ use super::plan::{Plan, Residency};
 /// What a layer costs beside its bytes: some dozen parallel sections and small steps on one thread.
 const LAYER_SECONDS: f64 = 35e-6;
 /// Share of the speed of plain reads at which decoding goes through weights in memory, at worst and at best.
-const MEMORY_SHARE: [f64; 2] = [0.6, 0.85];
+const MEMORY_SHARE: [f64; 2] = [0.65, 0.95];
 
-/// Middle, least and most of a few measurements.
+/// A figure and how far it went up and down while it was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Span {
-    /// Least.
+    /// Lower end.
     pub low: f64,
     /// Median.
     pub middle: f64,
-    /// Most.
+    /// Upper end.
     pub high: f64,
 }
 
@@ -132,10 +137,12 @@ impl Plan {
         let p = speeds.products.map_or(m, &of);
         // What is read from no drive is copied.
         let d = speeds.drive.map_or(m, &of);
-        let (hit, missed) = (routed * hits, routed * (1.0 - hits));
-        let meanwhile = shared / m + hit / p;
+        let missed = routed * (1.0 - hits);
+        // One expert of every layer that has any.
+        let one_each = routed / self.top_k.max(1) as f64;
+        let last = one_each.min(missed);
         Parts {
-            token: layers + resident / m + (missed / d).max(meanwhile) + missed / p,
+            token: layers + resident / m + (missed / d).max(shared / m + routed / p) + last / p,
             memory: (resident + shared) / m,
             memory_bytes: resident + shared,
             products: routed / p,

@@ -122,6 +122,8 @@ pub struct Plan {
     pub n_layers: usize,
     /// See `n_layers`.
     pub n_experts: usize,
+    /// Routed experts that a token is sent to in a layer.
+    pub top_k: usize,
     /// What one token touches.
     pub touched: Touched,
     /// A routed expert of the decoder layers; `None` when they have none.
@@ -291,6 +293,7 @@ impl Plan {
             experts,
             n_layers: c.n_layers,
             n_experts: c.n_experts,
+            top_k: c.top_k,
             touched,
             expert,
         };
@@ -413,6 +416,34 @@ impl fmt::Display for Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::builtin;
+    use crate::model::weights;
+
+    /// The built-in model's shapes in int4 with an int8 MTP layer.
+    #[test]
+    fn layers_are_priced_at_their_own_format() {
+        let c = Config::parse(builtin::CONFIG, "config.json").unwrap();
+        let found = weights::tensors(&c, Format::Int4 { group: 64 }).unwrap();
+        let census = Census { found, missing: Vec::new(), unused: Vec::new(), mtp: true };
+        let all = Weighed::new(&c, &census, None);
+        assert!(
+            c.mtp && all.largest_mtp > all.largest * 3 / 2,
+            "{} {}",
+            all.largest,
+            all.largest_mtp
+        );
+        let sparse = (0..c.n_layers).filter(|&i| c.is_sparse(i)).count();
+        assert_eq!(all.n_decoder, sparse * c.n_experts);
+        assert_eq!(all.n_routed, all.n_decoder + c.n_experts);
+        // All experts of a decoder layer have one size.
+        assert_eq!(all.touched.routed, (sparse * c.top_k) as u64 * all.largest);
+        assert_eq!(
+            all.routed,
+            all.n_decoder as u64 * all.largest + c.n_experts as u64 * all.largest_mtp
+        );
+        let slots = all.fewest(c.top_k) - (c.top_k as u64 + 1) * SLOT_PAGES;
+        assert_eq!(slots, c.top_k as u64 * all.largest + all.largest_mtp);
+    }
 
     #[test]
     fn budgets_are_read() {

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::print_rows;
 use crate::cli::BenchDiskArgs;
-use crate::commands::measure::{Drive, Reads, span};
+use crate::commands::measure::{Drive, Reads, extremes};
 use crate::commands::{Outcome, cancel_flag, progress_bar, round};
 use crate::engine::Span;
 
@@ -52,7 +52,7 @@ pub(super) fn measure_disk(args: &BenchDiskArgs) -> Result<Outcome> {
         }
     }
     bar.finish_and_clear();
-    let spans: Vec<Span> = cells.iter().map(|c| span(c.speeds.clone())).collect();
+    let spans: Vec<Span> = cells.iter().map(|c| extremes(c.speeds.clone())).collect();
     let fastest = spans.iter().map(|s| s.middle).fold(0.0, f64::max);
     let best = (0..cells.len())
         .filter(|&i| spans[i].middle >= AS_GOOD * fastest)
