@@ -133,7 +133,7 @@ pub struct Plan {
 /// Bytes of weights that decoding one token reads, without drafts.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Touched {
-    /// Of everything but experts; of the embedding one row.
+    /// Of everything but experts and the embedding, of which one row is read.
     pub resident: u64,
     /// Of shared experts.
     pub shared: u64,
