@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use memmap2::MmapMut;
 
 use crate::engine::{Expert, Span};
 use crate::kernels::Acts;
@@ -125,7 +126,7 @@ pub(super) fn product_speed(compute: &Compute, expert: &Expert, time: Duration) 
 }
 
 /// Memory with something in it: pages that were never written are all the same.
-fn filled(bytes: u64) -> Result<memmap2::MmapMut> {
+fn filled(bytes: u64) -> Result<MmapMut> {
     let room = sys::available_memory().unwrap_or(u64::MAX) / 4;
     let mut memory = huge_pages(bytes.min(room).next_multiple_of(4096) as usize)?;
     memory.fill(1);
@@ -159,15 +160,26 @@ impl Drive {
         Ok(Self { path, len, buffered, direct })
     }
 
-    /// Bytes per second of random reads as experts are read: past the system's cache where that can be done.
+    /// Bytes per second of random reads as experts are read: past the system's cache where that can be done. The middle
+    /// is the mean, because reads add up.
     ///
     /// # Errors
     /// The file is too small or cannot be read.
     pub(super) fn speed(&self, block: usize, readers: usize, time: Duration) -> Result<Span> {
-        const SLICES: u32 = 8;
+        const PARTS: usize = 8;
         let mut reads = Reads::new(self, self.direct.is_none(), block, readers)?;
-        let slice = |_| reads.run(time / SLICES, None);
-        (0..SLICES).map(slice).collect::<Result<_>>().map(quartiles)
+        let ends = reads.run(time, None)?;
+        let mut start = 0.0;
+        let mut speeds = Vec::new();
+        for part in ends.chunks(ends.len().div_ceil(PARTS).max(1)) {
+            let end = part[part.len() - 1];
+            // Two readers may end at the same time.
+            speeds.push((part.len() * block) as f64 / (end - start).max(1e-6));
+            start = end;
+        }
+        let Span { low, high, .. } = quartiles(speeds);
+        let middle = (ends.len() * block) as f64 / start;
+        Ok(Span { low: low.min(middle), middle, high: high.max(middle) })
     }
 }
 
@@ -177,7 +189,8 @@ pub(super) struct Reads<'a> {
     file: &'a File,
     buffered: bool,
     block: usize,
-    readers: usize,
+    /// One for each reader. Slots are huge pages that were written before, and so are these.
+    buffers: Vec<MmapMut>,
     /// Number of the next block: places repeat only after all others.
     next: AtomicU64,
 }
@@ -201,46 +214,60 @@ impl<'a> Reads<'a> {
         );
         let direct = drive.direct.as_ref().filter(|_| !buffered);
         let file = if buffered { &drive.buffered } else { direct.context("no direct reads")? };
-        Ok(Self { drive, file, buffered, block, readers, next: AtomicU64::new(0) })
+        let buffer = |_| {
+            let mut buffer = huge_pages(block)?;
+            buffer.fill(1);
+            Ok(buffer)
+        };
+        let buffers = (0..readers).map(buffer).collect::<Result<_>>()?;
+        Ok(Self { drive, file, buffered, block, buffers, next: AtomicU64::new(0) })
     }
 
-    /// Bytes per second while `time` goes by; every reader finishes the block that it has begun. Buffered reads begin
-    /// with an empty cache.
+    /// Reads while `time` goes by; every reader finishes the block that it has begun. Buffered reads begin with an empty
+    /// cache. Returns the seconds after which each block was read, ascending, at least one.
     ///
     /// # Errors
     /// A read fails.
-    pub(super) fn run(&mut self, time: Duration, cancel: Option<&AtomicBool>) -> Result<f64> {
+    fn run(&mut self, time: Duration, cancel: Option<&AtomicBool>) -> Result<Vec<f64>> {
         if self.buffered {
             sys::drop_from_cache(self.file);
         }
-        let first = *self.next.get_mut();
-        let places = self.drive.len / self.block as u64;
+        let Self { drive, file, block, buffers, next, .. } = self;
+        let (block, next) = (*block as u64, &*next);
+        let places = drive.len / block;
         let step = coprime_step(places);
         let started = Instant::now();
-        let stop = || {
-            started.elapsed() >= time || cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed))
-        };
-        let work = || -> Result<()> {
-            let mut buffer = sys::aligned_buffer(self.block)?;
+        let work = |buffer: &mut MmapMut| -> Result<Vec<f64>> {
+            let mut ends = Vec::new();
             loop {
-                let i = self.next.fetch_add(1, Ordering::Relaxed);
-                let place = i % places * step % places;
-                sys::read_exact_at(self.file, &mut buffer, place * self.block as u64)
-                    .with_context(|| format!("cannot read {}", self.drive.path.display()))?;
-                if stop() {
-                    return Ok(());
+                let place = next.fetch_add(1, Ordering::Relaxed) % places * step % places;
+                sys::read_exact_at(file, buffer, place * block)
+                    .with_context(|| format!("cannot read {}", drive.path.display()))?;
+                ends.push(started.elapsed().as_secs_f64());
+                let cancelled = cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed));
+                if cancelled || started.elapsed() >= time {
+                    return Ok(ends);
                 }
             }
         };
-        let results: Vec<Result<()>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..self.readers).map(|_| scope.spawn(work)).collect();
+        let results: Vec<Result<Vec<f64>>> = std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                buffers.iter_mut().map(|buffer| scope.spawn(|| work(buffer))).collect();
             // A reader returns its errors; it does not panic.
             threads.into_iter().filter_map(|t| t.join().ok()).collect()
         });
-        let taken = started.elapsed().as_secs_f64();
-        results.into_iter().collect::<Result<()>>()?;
-        let blocks = *self.next.get_mut() - first;
-        Ok(blocks as f64 * self.block as f64 / taken)
+        let mut ends = results.into_iter().collect::<Result<Vec<_>>>()?.concat();
+        ends.sort_by(f64::total_cmp);
+        Ok(ends)
+    }
+
+    /// Bytes per second while `time` goes by, as in [`Reads::run`].
+    ///
+    /// # Errors
+    /// A read fails.
+    pub(super) fn speed(&mut self, time: Duration, cancel: Option<&AtomicBool>) -> Result<f64> {
+        let ends = self.run(time, cancel)?;
+        Ok((ends.len() * self.block) as f64 / ends.last().copied().unwrap_or(f64::INFINITY))
     }
 }
 

@@ -44,7 +44,7 @@ pub(super) fn measure_disk(args: &BenchDiskArgs) -> Result<Outcome> {
     // Drives drift within minutes: every way is measured once before any is measured again.
     for _ in 0..reps {
         for cell in &mut cells {
-            cell.speeds.push(cell.reads.run(time, Some(cancel))?);
+            cell.speeds.push(cell.reads.speed(time, Some(cancel))?);
             if cancel.load(Ordering::Relaxed) {
                 return Ok(Outcome::Interrupted);
             }
