@@ -36,7 +36,7 @@ pub enum Command {
     Score(ScoreArgs),
     /// Shows what a model directory holds and what is missing
     Inspect(InspectArgs),
-    /// Shows where memory would go, before anything is loaded
+    /// Shows where memory would go and what speed to expect, before anything is loaded
     Plan(PlanArgs),
     /// Writes a quantized container from a checkpoint
     Convert(ConvertArgs),
@@ -328,15 +328,18 @@ pub struct InspectArgs {
 /// `glm plan`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Reads headers only. Exit code 1 when the model cannot run in the budget; the message says what would do.
+Reads headers, then measures for about two seconds: memory, and where experts are streamed the drive, with reads of the
+model's own files, and products. What a token touches over these speeds is the decode speed to expect; context makes it
+slower. Experts are expected in slots as if all were used alike, or as often as they were by the history of their use.
+Exit code 1 when the model cannot run in the budget; the message says what would do.
 
 Examples:
   glm plan ~/GLM-5.2 --ram 16
-  glm plan ~/GLM-5.2 --ram 75% --ctx 32768 --json")]
+  glm plan ~/GLM-5.2 --ram 75% --ctx 32768 --no-measure --json")]
 pub struct PlanArgs {
-    /// Model directory
+    /// Model directory; also from GLM_MODEL. Without it, the built-in demonstration model
     #[arg(value_name = "DIR")]
-    pub dir: PathBuf,
+    pub dir: Option<PathBuf>,
     /// Most memory to take: GB as in 16 or 3.5, or a share of what is available as in 75%
     #[arg(long, value_name = "GB|%")]
     pub ram: Option<Ram>,
@@ -346,6 +349,15 @@ pub struct PlanArgs {
     /// Precision of the attention cache
     #[arg(long, value_enum, default_value_t = KvArg::F16)]
     pub kv: KvArg,
+    /// Compute threads to expect; default is one per physical core
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
+    /// How often experts were used: lines of layer, expert and count; default is .coli_usage in DIR
+    #[arg(long, value_name = "FILE")]
+    pub usage: Option<PathBuf>,
+    /// Measure nothing: show bytes only
+    #[arg(long)]
+    pub no_measure: bool,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
@@ -461,23 +473,26 @@ pub struct BenchKernelsArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Reads the largest file of DIR at random places, past the system's cache where it can (direct) and through it
-(buffered, after dropping the file from the cache). Nothing is written.
+(buffered, after dropping the file from the cache). Nothing is written. Every way to read is measured once before any is
+measured again; `spread` is the distance from the slowest to the fastest repeat, as a share of the median. `best` is
+what needs the fewest readers and the smallest blocks within 3% of the fastest. The defaults take about 50 seconds.
 
-Example:
-  glm bench disk /models/glm-5.2-int4 --json")]
+Examples:
+  glm bench disk /models/glm-5.2-int4 --json
+  glm bench disk /models/glm-5.2-int4 --block 20480 --readers 1,2 --time 1000")]
 pub struct BenchDiskArgs {
     /// Directory on the drive, with at least one large file
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
     /// KB of one read
-    #[arg(long, value_name = "KB,…", value_delimiter = ',', default_values_t = [1024, 4096, 20480], value_parser = block_kb)]
+    #[arg(long, value_name = "KB,…", value_delimiter = ',', default_values_t = [256, 1024, 4096, 20480], value_parser = block_kb)]
     pub block: Vec<u32>,
     /// Numbers of readers
-    #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1, 2, 4], value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1, 2, 4, 8], value_parser = clap::value_parser!(u16).range(1..=256))]
     pub readers: Vec<u16>,
-    /// MB that each measurement reads
-    #[arg(long, value_name = "MB", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
-    pub amount: u32,
+    /// Milliseconds that each measurement reads
+    #[arg(long, value_name = "MS", default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..=600_000))]
+    pub time: u32,
     /// How it is repeated and reported.
     #[command(flatten)]
     pub report: ReportArgs,

@@ -7,6 +7,7 @@ mod bench;
 mod container;
 mod convert;
 mod inspect;
+mod measure;
 mod plan;
 mod run;
 mod score;

@@ -28,6 +28,8 @@ impl Default for UsageOptions {
 pub(super) struct History {
     path: PathBuf,
     shape: Shape,
+    /// Whether the user chose the file.
+    named: bool,
     decay: f64,
     decayed: AtomicBool,
 }
@@ -44,14 +46,15 @@ impl History {
         shape: Shape,
         warnings: &mut Vec<String>,
     ) -> Result<Option<(Self, Usage)>> {
-        let named = options.file.clone();
-        let Some(path) = named.or_else(|| dir.map(|d| d.join(FILE_NAME))) else { return Ok(None) };
-        match Usage::read(&path, shape) {
+        let file = options.file.clone();
+        let Some(path) = file.or_else(|| dir.map(|d| d.join(FILE_NAME))) else { return Ok(None) };
+        let named = options.file.is_some();
+        match Usage::read(&path, shape, named) {
             Ok(usage) => {
-                let decayed = AtomicBool::new(false);
-                Ok(Some((Self { path, shape, decay: options.decay, decayed }, usage)))
+                let (decay, decayed) = (options.decay, AtomicBool::new(false));
+                Ok(Some((Self { path, shape, named, decay, decayed }, usage)))
             }
-            Err(e) if options.file.is_some() => Err(e),
+            Err(e) if named => Err(e),
             Err(e) => {
                 warnings.push(format!("the usage history is not used: {e:#}"));
                 Ok(None)
@@ -65,7 +68,7 @@ impl History {
     /// The file cannot be read or written.
     pub(super) fn save(&self, stream: &Stream) -> Result<()> {
         // Another process may have added to it.
-        let mut usage = Usage::read(&self.path, self.shape)?;
+        let mut usage = Usage::read(&self.path, self.shape, self.named)?;
         if !self.decayed.swap(true, Ordering::Relaxed) {
             usage.decay(self.decay);
         }

@@ -3,6 +3,7 @@
 //! Front ends see [`Engine`], [`Session`] and [`Generation`]; tensors stay below.
 #![forbid(unsafe_code)]
 
+mod estimate;
 mod generate;
 mod history;
 mod plan;
@@ -13,10 +14,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 
+pub use estimate::{Estimate, Span, Speeds, Tier};
 pub use generate::{Channel, Event, Finish, Generation, Request, TokenEvent};
 use history::History;
 pub use history::UsageOptions;
-pub use plan::{Plan, Ram, Residency, Wishes};
+pub use plan::{Expert, Plan, Ram, Residency, Touched, Wishes};
 pub use session::{Progress, Session};
 
 use crate::experts::StreamOptions;
@@ -183,14 +185,20 @@ impl Engine {
         Self::assemble(&files, &shards, Some(dir), options)
     }
 
-    /// Where the memory of a model directory would go. Reads headers only.
+    /// Where the memory of a model directory, or of the built-in model, would go. Reads headers only.
     ///
     /// # Errors
     /// Files are missing or damaged, or the model cannot run in the budget.
-    pub fn plan(dir: &Path, options: &Options) -> Result<Plan> {
-        let (config, shards) = (read_config(dir)?, Shards::open(dir)?);
+    pub fn plan(dir: Option<&Path>, options: &Options) -> Result<Plan> {
+        let (config, shards) = match dir {
+            Some(dir) => (read_config(dir)?, Shards::open(dir)?),
+            None => (
+                Config::parse(builtin::CONFIG, "built-in/config.json")?,
+                Shards::from_static(&builtin::SHARDS)?,
+            ),
+        };
         let bind = BindOptions { no_indexer: options.no_indexer, ..BindOptions::default() };
-        census_and_plan(&config, &shards, &bind, Some(dir), options).map(|(_, plan)| plan)
+        census_and_plan(&config, &shards, &bind, dir, options).map(|(_, plan)| plan)
     }
 
     /// Opens the small demonstration model that is compiled into the program.

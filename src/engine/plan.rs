@@ -11,7 +11,7 @@ use anyhow::{Result, ensure};
 
 use crate::experts::StreamOptions;
 use crate::kernels::{Format, panel_bytes};
-use crate::model::census::Census;
+use crate::model::census::{Census, Found};
 use crate::model::config::Config;
 use crate::model::kv::{KvCache, KvType};
 use crate::model::weights::{Class, ExpertPlace, Placement, loaded_bytes};
@@ -112,12 +112,112 @@ pub struct Plan {
     pub routed: u64,
     /// Number of routed experts.
     pub n_routed: usize,
+    /// Of these, experts of the decoder layers; the others are the MTP layer's.
+    pub n_decoder: usize,
     /// What becomes of them.
     pub residency: Residency,
     /// Bytes of memory for experts: all of them, or slots.
     pub experts: u64,
-    /// Bytes of the routed experts that one token is sent to.
-    pub per_token: u64,
+    /// Decoder layers, and routed experts of each that has any.
+    pub n_layers: usize,
+    /// See `n_layers`.
+    pub n_experts: usize,
+    /// Routed experts that a token is sent to in a layer.
+    pub top_k: usize,
+    /// What one token touches.
+    pub touched: Touched,
+    /// A routed expert of the decoder layers; `None` when they have none.
+    pub expert: Option<Expert>,
+}
+
+/// Bytes of weights that decoding one token reads, without drafts.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Touched {
+    /// Of everything but experts and the embedding, of which one row is read.
+    pub resident: u64,
+    /// Of shared experts.
+    pub shared: u64,
+    /// Of the routed experts that it is sent to.
+    pub routed: u64,
+}
+
+/// What a routed expert of the decoder layers is like.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Expert {
+    /// Bytes of its three matrices, the mean of all.
+    pub bytes: u64,
+    /// Format of the first expert's first matrix.
+    pub format: Format,
+    /// Outputs of that matrix.
+    pub rows: usize,
+    /// Inputs of that matrix.
+    pub cols: usize,
+}
+
+/// Bytes of weights as the census has them, priced layer by layer: the MTP layer often has another format.
+#[derive(Default)]
+struct Weighed {
+    dense: u64,
+    routed: u64,
+    n_routed: usize,
+    /// Routed experts of the decoder layers.
+    n_decoder: usize,
+    touched: Touched,
+    expert: Option<Expert>,
+    /// The largest expert of the decoder layers.
+    largest: u64,
+    /// The largest expert of the MTP layer.
+    largest_mtp: u64,
+}
+
+impl Weighed {
+    fn new(c: &Config, census: &Census, quantize: Option<Format>) -> Self {
+        let mut all = Self::default();
+        let bytes = |f: &Found| {
+            let stored = loaded_bytes(c, quantize, f) as u64;
+            panel_bytes(f.format, f.rows, f.cols).map_or(stored, |panels| stored.max(panels as u64))
+        };
+        let untied = census.found.iter().any(|f| f.class == Class::Head);
+        for f in census.found.iter().filter(|f| f.class != Class::Expert) {
+            all.dense += bytes(f);
+            match f.class {
+                _ if f.layer == Some(c.n_layers) => {}
+                Class::Embedding if untied => {}
+                Class::Shared => all.touched.shared += bytes(f),
+                _ => all.touched.resident += bytes(f),
+            }
+        }
+        let experts: Vec<&Found> =
+            census.found.iter().filter(|f| f.class == Class::Expert).collect();
+        // Gate, up and down of an expert follow each other.
+        for mats in experts.chunks(3) {
+            let expert = mats.iter().map(|f| bytes(f)).sum();
+            all.routed += expert;
+            all.n_routed += 1;
+            if mats[0].layer == Some(c.n_layers) {
+                all.largest_mtp = all.largest_mtp.max(expert);
+                continue;
+            }
+            all.largest = all.largest.max(expert);
+            all.n_decoder += 1;
+            all.touched.routed += expert;
+            let Found { format, rows, cols, .. } = *mats[0];
+            all.expert.get_or_insert(Expert { bytes: 0, format, rows, cols });
+        }
+        if let Some(expert) = &mut all.expert {
+            // So far all experts were added up.
+            expert.bytes = all.touched.routed / all.n_decoder as u64;
+            let per_layer = all.touched.routed as f64 / c.n_experts as f64;
+            all.touched.routed = (per_layer * c.top_k as f64) as u64;
+        }
+        all
+    }
+
+    /// Bytes of the fewest slots that are worth having: those of one token's experts in a layer, and one of the MTP layer.
+    fn fewest(&self, top_k: usize) -> u64 {
+        let mtp = if self.largest_mtp > 0 { self.largest_mtp + SLOT_PAGES } else { 0 };
+        top_k as u64 * (self.largest + SLOT_PAGES) + mtp
+    }
 }
 
 /// What a plan is made for.
@@ -151,22 +251,8 @@ impl Plan {
         let room = available.unwrap_or(u64::MAX);
         let asked = w.ram.map(|ram| ram.bytes(room));
         let ram = asked.unwrap_or(room / 8 * 7).min(room);
-        let (mut dense, mut routed, mut n_routed, mut largest) = (0u64, 0u64, 0usize, 0u64);
-        for f in &census.found {
-            let bytes = loaded_bytes(c, w.quantize, f) as u64;
-            let in_memory = panel_bytes(f.format, f.rows, f.cols).map_or(bytes, |b| b as u64);
-            if f.class == Class::Expert {
-                routed += bytes.max(in_memory);
-                n_routed += 1;
-                largest = largest.max(bytes.max(in_memory));
-            } else {
-                dense += bytes.max(in_memory);
-            }
-        }
-        n_routed /= 3;
-        let slot = 3 * largest + SLOT_PAGES;
-        let sparse = (0..c.n_layers).filter(|&i| c.is_sparse(i)).count() as u64;
-        let per_token = sparse * c.top_k as u64 * 3 * largest;
+        let weighed = Weighed::new(c, census, w.quantize);
+        let Weighed { dense, routed, n_routed, n_decoder, touched, expert, .. } = weighed;
         let kv = |ctx: usize| KvCache::bytes_per_token(c, w.kv) * ctx as u64;
         // Long passes read each expert less often, but a small budget is better spent on slots.
         let affordable = |rows: &usize| scratch_bytes(c, *rows) <= ram / 8;
@@ -202,13 +288,18 @@ impl Plan {
             program: PROGRAM,
             routed,
             n_routed,
+            n_decoder,
             residency,
             experts,
-            per_token,
+            n_layers: c.n_layers,
+            n_experts: c.n_experts,
+            top_k: c.top_k,
+            touched,
+            expert,
         };
         if residency == Residency::Streamed {
             // A layer can go on with one slot; with fewer than its choices it reads some of them again and again.
-            let need = fixed(ctx) + c.top_k as u64 * slot;
+            let need = fixed(ctx) + weighed.fewest(c.top_k);
             ensure!(need <= ram, "{}", plan.refusal(need, w));
             ensure!(
                 w.on_disk,
@@ -257,6 +348,17 @@ impl Plan {
         ]
     }
 
+    /// Share of the routed experts that have room in memory.
+    pub fn room(&self) -> f64 {
+        (self.experts as f64 / self.routed.max(1) as f64).min(1.0)
+    }
+
+    /// Experts of the decoder layers that have room in memory.
+    pub fn decoder_slots(&self) -> usize {
+        (self.room() * self.n_decoder as f64) as usize
+    }
+
+    /// Bytes of every term but the experts.
     fn fixed(&self) -> u64 {
         self.terms().iter().map(|t| t.1).sum()
     }
@@ -314,6 +416,34 @@ impl fmt::Display for Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::builtin;
+    use crate::model::weights;
+
+    /// The built-in model's shapes in int4 with an int8 MTP layer.
+    #[test]
+    fn layers_are_priced_at_their_own_format() {
+        let c = Config::parse(builtin::CONFIG, "config.json").unwrap();
+        let found = weights::tensors(&c, Format::Int4 { group: 64 }).unwrap();
+        let census = Census { found, missing: Vec::new(), unused: Vec::new(), mtp: true };
+        let all = Weighed::new(&c, &census, None);
+        assert!(
+            c.mtp && all.largest_mtp > all.largest * 3 / 2,
+            "{} {}",
+            all.largest,
+            all.largest_mtp
+        );
+        let sparse = (0..c.n_layers).filter(|&i| c.is_sparse(i)).count();
+        assert_eq!(all.n_decoder, sparse * c.n_experts);
+        assert_eq!(all.n_routed, all.n_decoder + c.n_experts);
+        // All experts of a decoder layer have one size.
+        assert_eq!(all.touched.routed, (sparse * c.top_k) as u64 * all.largest);
+        assert_eq!(
+            all.routed,
+            all.n_decoder as u64 * all.largest + c.n_experts as u64 * all.largest_mtp
+        );
+        let slots = all.fewest(c.top_k) - (c.top_k as u64 + 1) * SLOT_PAGES;
+        assert_eq!(slots, c.top_k as u64 * all.largest + all.largest_mtp);
+    }
 
     #[test]
     fn budgets_are_read() {

@@ -43,21 +43,22 @@ impl Usage {
         Self { shape, counts: vec![0; (shape.layers + 1) * shape.experts] }
     }
 
-    /// Reads a file. One that does not exist, or is empty, has no counts.
+    /// Reads a file. One that does not exist, or is empty, has no counts. What another engine counted is taken only with
+    /// `any_engine`: it may choose differently.
     ///
     /// # Errors
     /// The file cannot be read, is not of this format, or belongs to a model of another shape.
-    pub fn read(path: &Path, shape: Shape) -> Result<Self> {
+    pub fn read(path: &Path, shape: Shape, any_engine: bool) -> Result<Self> {
         let file = match File::open(path) {
             Ok(file) => file,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Self::new(shape)),
             Err(e) => return Err(e).with_context(|| format!("cannot open {}", path.display())),
         };
-        Self::parse(BufReader::new(file.take(MAX_BYTES + 1)), shape)
+        Self::parse(BufReader::new(file.take(MAX_BYTES + 1)), shape, any_engine)
             .with_context(|| path.display().to_string())
     }
 
-    fn parse(mut text: impl BufRead, shape: Shape) -> Result<Self> {
+    fn parse(mut text: impl BufRead, shape: Shape, any_engine: bool) -> Result<Self> {
         let mut usage = Self::new(shape);
         let (mut line, mut bytes) = (Vec::new(), 0);
         for number in 1.. {
@@ -72,13 +73,13 @@ impl Usage {
                 number > 1 || !line.starts_with(b"IKU1"),
                 "a binary usage file of another engine; expected text"
             );
-            usage.take(&line).with_context(|| format!("line {number}"))?;
+            usage.take(&line, any_engine).with_context(|| format!("line {number}"))?;
         }
         Ok(usage)
     }
 
     /// Takes one line.
-    fn take(&mut self, line: &[u8]) -> Result<()> {
+    fn take(&mut self, line: &[u8], any_engine: bool) -> Result<()> {
         let text = String::from_utf8_lossy(line);
         let fields: Vec<Option<i64>> =
             text.split_ascii_whitespace().map(|f| f.parse().ok()).collect();
@@ -94,8 +95,8 @@ impl Usage {
                 "a history of {second} layers of {third} experts, this model has {layers} of {experts}"
             ),
             -2 => ensure!(
-                second == VERSION as i64 && third == ENGINE as i64,
-                "version {second} of engine {third}, expected {VERSION} of {ENGINE}"
+                second == VERSION as i64 && (any_engine || third == ENGINE as i64),
+                "version {second} of engine {third}, expected {VERSION} of {ENGINE}; --usage FILE takes that of any engine"
             ),
             ..0 => {}
             _ => {
@@ -149,6 +150,16 @@ impl Usage {
         self.counts.iter().sum()
     }
 
+    /// Share of choices that would have found their expert in a slot, had the `slots` hottest experts been there, MTP
+    /// left out; `None` when nothing was chosen.
+    pub fn hits(&self, slots: usize) -> Option<f64> {
+        let mut counts = self.counts[..self.shape.layers * self.shape.experts].to_vec();
+        counts.sort_unstable_by(|a, b| b.cmp(a));
+        let sum = |counts: &[u64]| counts.iter().map(|&n| n as f64).sum::<f64>();
+        let all = sum(&counts);
+        (all > 0.0).then(|| sum(&counts[..slots.min(counts.len())]) / all)
+    }
+
     /// Notes that an expert was chosen.
     pub fn add(&mut self, layer: usize, id: u32, times: u64) {
         // A model without experts has no counts.
@@ -175,7 +186,7 @@ mod tests {
     const SHAPE: Shape = Shape { layers: 3, experts: 4 };
 
     fn parse(text: &str) -> Result<Usage> {
-        Usage::parse(text.as_bytes(), SHAPE)
+        Usage::parse(text.as_bytes(), SHAPE, false)
     }
 
     #[test]
@@ -189,15 +200,17 @@ mod tests {
         usage.write(&path).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text, "-1 3 4\n-2 1 3815245270\n1 3 7\n3 0 2\n");
-        assert_eq!(Usage::read(&path, SHAPE).unwrap(), usage);
+        assert_eq!(Usage::read(&path, SHAPE, false).unwrap(), usage);
         std::fs::remove_file(&path).unwrap();
-        assert_eq!(Usage::read(&path, SHAPE).unwrap(), Usage::new(SHAPE));
+        assert_eq!(Usage::read(&path, SHAPE, false).unwrap(), Usage::new(SHAPE));
         usage.decay(0.5);
         assert_eq!(usage.counts().collect::<Vec<_>>(), [(1, 3, 4), (3, 0, 1)]);
     }
 
     #[test]
     fn headers_are_optional_and_must_match() {
+        let other = "-1 3 4\n-2 1 7\n0 0 5\n";
+        assert_eq!(Usage::parse(other.as_bytes(), SHAPE, true).unwrap().total(), 5);
         assert_eq!(parse("1 2 3\n1 2 4\n-9 8 7\n").unwrap().total(), 7);
         for (text, why) in [
             ("-1 3 5\n", "line 1: a history of 3 layers of 5 experts"),

@@ -312,6 +312,7 @@ fn help_and_version_are_complete() {
         "run",
         "score",
         "inspect",
+        "plan",
         "convert",
         "bench model",
         "bench kernels",
@@ -602,9 +603,105 @@ fn bench_measures_kernels_pool_and_disk() {
     let small = run(&["bench", "disk", dir]);
     assert!(small.status.code() == Some(1) && stderr(&small).contains(dir), "{}", stderr(&small));
     std::fs::write(tmp.path().join("data"), vec![1u8; 4 << 20]).unwrap();
-    let args = ["--block", "64,128", "--readers", "1,2", "--amount", "2", "--reps", "1", "--json"];
+    let args = ["--block", "64,128", "--readers", "1,2", "--time", "5", "--reps", "2"];
+    let text = stdout(&run(&[&["bench", "disk", dir][..], &args].concat()));
+    let last = text.lines().last().unwrap();
+    assert!(last.starts_with("best: ") && last.ends_with(" GB/s"), "{text}");
+    let args = [&args[..], &["--json"]].concat();
     let v = json(&run(&[&["bench", "disk", dir][..], &args].concat()));
     let rows = v["rows"].as_array().unwrap();
     assert!(rows.len() == 4 || rows.len() == 8, "buffered, and direct where it exists");
     assert!(rows.iter().all(|r| r["gbps"].as_f64().unwrap() > 0.0));
+    let gbps = |r: &Value, key: &str| r[key].as_f64().unwrap();
+    assert!(rows.iter().all(|r| gbps(r, "min_gbps") <= gbps(r, "max_gbps")));
+    let best: Vec<&Value> = rows.iter().filter(|r| r["best"] == true).collect();
+    assert_eq!(best.len(), 1, "{v}");
+    let fastest = rows.iter().map(|r| gbps(r, "gbps")).fold(0.0, f64::max);
+    assert!(gbps(best[0], "gbps") >= 0.96 * fastest, "{v}");
+}
+
+/// What the plan of the built-in model's files says, with a budget that holds about half of its experts.
+fn streamed_plan(extra: &[&str]) -> Output {
+    let plan =
+        |args: &[&str]| run(&[&["plan", "models/tiny", "--ctx", "64", "--json"], args].concat());
+    let all = json(&plan(&["--no-measure"]));
+    let bytes = |key: &str| all.pointer(key).unwrap().as_f64().unwrap();
+    let ram = (bytes("/total_bytes") - bytes("/experts/of_bytes") / 2.0) / 1e9;
+    plan(&[&["--ram", &ram.to_string()], extra].concat())
+}
+
+#[test]
+fn plan_shows_bytes_speeds_and_what_to_expect() {
+    let v = json(&streamed_plan(&[]));
+    assert_eq!(v["experts"]["residency"], "streamed");
+    let number = |key: &str| {
+        v.pointer(key).and_then(Value::as_f64).unwrap_or_else(|| panic!("no {key} in {v}"))
+    };
+    for key in ["resident_bytes", "shared_bytes", "routed_bytes"] {
+        assert!(number(&format!("/per_token/{key}")) > 0.0, "{key}");
+    }
+    for key in ["memory", "products", "drive"] {
+        let end = |end: &str| number(&format!("/measured/{key}_gbps/{end}"));
+        assert!(0.0 < end("median") && end("low") <= end("high"), "{key}");
+    }
+    let uniform = number("/hits/uniform");
+    assert!((0.4..0.6).contains(&uniform), "{uniform}");
+    assert_eq!(number("/estimate/hit_rate"), uniform);
+    assert!(0.0 < number("/estimate/decode_tok_s/low"));
+    assert!(number("/estimate/decode_tok_s/low") <= number("/estimate/decode_tok_s/high"));
+    assert!(number("/estimate/bound_bytes_per_token") > 0.0);
+    let bound = v["estimate"]["bound"].as_str().unwrap();
+    assert!(["memory", "products", "drive"].contains(&bound), "{bound}");
+
+    // In words; without measuring; for the model that is in no directory.
+    let text = stdout(&run(&["plan"]));
+    assert!(text.contains("expected decode ") && text.contains("bound by memory"), "{text}");
+    let text = stdout(&run(&["plan", "--no-measure"]));
+    assert!(text.contains("resident weights") && !text.contains("expected decode"), "{text}");
+    let v = json(&streamed_plan(&["--no-measure"]));
+    assert!(v["measured"].is_null() && v["estimate"].is_null(), "{v}");
+    assert!(v["per_token"]["routed_bytes"].as_u64().unwrap() > 0, "{v}");
+}
+
+#[test]
+fn a_history_of_use_changes_the_hits_that_plan_expects() {
+    let tmp = tempfile::tempdir().unwrap();
+    let file = tmp.path().join("usage");
+    let plan = |text: &str| {
+        std::fs::write(&file, text).unwrap();
+        streamed_plan(&["--no-measure", "--usage", file.to_str().unwrap()])
+    };
+    // Few experts are used, so all of them fit; then every expert is used once, so half of them do. Layer 5 is the MTP
+    // layer, which decoding does not use.
+    let v = json(&plan("-1 5 16\n-2 1 77\n1 3 10\n4 15 30\n5 0 1000\n"));
+    assert_eq!(v["hits"]["usage"], 1.0, "{v}");
+    assert_eq!(v["hits"]["usage_file"].as_str(), file.to_str());
+    let all: String = (1..5).flat_map(|l| (0..16).map(move |e| format!("{l} {e} 1\n"))).collect();
+    let v = json(&plan(&all));
+    let near = v["hits"]["usage"].as_f64().unwrap() - v["hits"]["uniform"].as_f64().unwrap();
+    assert!(near.abs() < 0.03, "{v}");
+    // A history in which nothing was used says nothing.
+    assert!(json(&plan("-1 5 16\n"))["hits"]["usage"].is_null());
+
+    for (text, why) in [
+        ("-1 5 16\n1 2\n", "line 2"),
+        ("1 2 3 4\n", "line 1"),
+        ("1 two 3\n", "expected three numbers"),
+        ("1 2 -3\n", "line 1"),
+        ("6 0 1\n", "layer 6"),
+        ("1 16 1\n", "expert 16"),
+    ] {
+        let o = plan(text);
+        assert_eq!(o.status.code(), Some(1), "{text:?}");
+        let err = stderr(&o);
+        assert!(err.contains(why) && err.contains(file.to_str().unwrap()), "{text:?}: {err}");
+    }
+    let absent = streamed_plan(&["--no-measure", "--usage", "/nonexistent/usage"]);
+    assert!(absent.status.code() == Some(1) && stderr(&absent).contains("/nonexistent/usage"));
+
+    // Without the flag, the file in the model directory.
+    copy_dir(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/tiny"), tmp.path());
+    std::fs::write(tmp.path().join(".coli_usage"), "1 3 10\n").unwrap();
+    let v = json(&run(&["plan", tmp.path().to_str().unwrap(), "--no-measure", "--json"]));
+    assert_eq!(v["hits"]["usage"], 1.0, "{v}");
 }

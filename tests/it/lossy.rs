@@ -151,8 +151,17 @@ fn the_modes_that_look_at_slots_read_less_and_leave_long_passes_alone() {
     }
 }
 
-const MODEL: [&str; 8] =
-    ["--model", "models/tiny", "--slots", "24", "--io", "buffered", "--pass-rows", "16"];
+const MODEL: [&str; 8] = [
+    "--model",
+    "models/tiny",
+    "--no-usage",
+    "--slots",
+    "24",
+    "--io",
+    "buffered",
+    "--pass-rows",
+    "16",
+];
 
 #[test]
 fn a_lossy_run_says_so_and_an_exact_one_does_not() {

@@ -1,13 +1,14 @@
 //! `glm bench kernels`: products and attention on synthetic data, each beside a plain read of the same bytes.
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::{Random, median, print_rows, seconds, thread_counts};
+use super::{Random, print_rows, thread_counts};
 use crate::cli::BenchKernelsArgs;
+use crate::commands::measure::{AHEAD, median, read_all, seconds};
 use crate::commands::{Outcome, Usage, cancel_flag, chosen_isa, progress_bar, round};
 use crate::kernels::{Activations, Acts, Format, Isa, Kernels, Keys, Seen};
 use crate::model::Compute;
@@ -17,8 +18,6 @@ use crate::sys;
 
 /// Seconds that one measurement should take at least.
 const LEAST: f64 = 0.05;
-/// Distances of prefetching that a plain read is tried with; the fastest counts.
-const AHEAD: [usize; 3] = [0, 1024, 2048];
 /// GLM's attention: heads, width of a cache row, latent part of it; heads and width of the indexer.
 const HEADS: usize = 64;
 const WIDTH: usize = 576;
@@ -233,18 +232,4 @@ fn measure(
         "stream_gbps": round(stream_gbps, 2),
         "ratio": round(gbps / stream_gbps, 3),
     })
-}
-
-/// Every thread reads its share of every part.
-fn read_all(compute: &Compute, parts: &[&[u8]], ahead: usize) {
-    let threads = compute.pool.threads();
-    let sum = AtomicU64::new(0);
-    compute.pool.par(threads, |i| {
-        for part in parts {
-            let share = part.len().div_ceil(threads).next_multiple_of(256);
-            let part = part.get(i * share..((i + 1) * share).min(part.len())).unwrap_or_default();
-            sum.fetch_xor(compute.kernels.stream(part, ahead), Ordering::Relaxed);
-        }
-    });
-    std::hint::black_box(sum.into_inner());
 }

@@ -7,7 +7,6 @@ mod model;
 mod pool;
 
 use std::io::Write;
-use std::time::Instant;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -24,27 +23,6 @@ pub(super) fn bench(what: &BenchCommand) -> Result<Outcome> {
         BenchCommand::Disk(args) => disk::measure_disk(args),
         BenchCommand::Pool(args) => pool::measure_pool(args),
     }
-}
-
-/// Median; sorts.
-fn median(v: &mut [f64]) -> f64 {
-    v.sort_by(f64::total_cmp);
-    middle(v)
-}
-
-/// Median of sorted values.
-fn middle(v: &[f64]) -> f64 {
-    match v.len() {
-        0 => 0.0,
-        n => (v[(n - 1) / 2] + v[n / 2]) / 2.0,
-    }
-}
-
-/// Seconds that `f` takes.
-fn seconds(f: impl FnOnce()) -> f64 {
-    let started = Instant::now();
-    f();
-    started.elapsed().as_secs_f64()
 }
 
 /// Prints rows of a measurement: one JSON object, or a table whose columns are the keys of the first row.

@@ -8,8 +8,9 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::{Random, middle};
+use super::Random;
 use crate::cli::BenchModelArgs;
+use crate::commands::measure::middle;
 use crate::commands::{
     Outcome, Usage, cancel_flag, lossy_json, lossy_text, open_engine, print_json, progress_bar,
     rate, round, stream_json, stream_text, version,

@@ -6,8 +6,9 @@ use std::time::Duration;
 use anyhow::Result;
 use serde_json::json;
 
-use super::{median, print_rows, seconds, thread_counts};
+use super::{print_rows, thread_counts};
 use crate::cli::BenchPoolArgs;
+use crate::commands::measure::{median, seconds};
 use crate::commands::{Outcome, round};
 use crate::pool::Pool;
 use crate::sys;
