@@ -151,7 +151,7 @@ fn the_modes_that_look_at_slots_read_less_and_leave_long_passes_alone() {
     }
 }
 
-const MODEL: [&str; 8] = [
+const MODEL: [&str; 9] = [
     "--model",
     "models/tiny",
     "--no-usage",
