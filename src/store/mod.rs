@@ -30,7 +30,10 @@ const MAX_FILES: usize = 4096;
 
 /// Bytes of one model file.
 enum Data {
+    /// The file itself.
     Mapped(Mmap),
+    /// Memory that was filled and is only read from now on.
+    Settled(Mmap),
     Static(&'static [u8]),
     Owned(Vec<u8>),
     Buffer(MmapMut),
@@ -47,7 +50,7 @@ impl ShardFile {
     /// The whole file.
     pub fn bytes(&self) -> &[u8] {
         match &self.data {
-            Data::Mapped(m) => m,
+            Data::Mapped(m) | Data::Settled(m) => m,
             Data::Static(b) => b,
             Data::Owned(b) => b,
             Data::Buffer(b) => b,
@@ -162,6 +165,19 @@ impl Bytes {
         if let Data::Mapped(map) = &self.file.data {
             // Advice only: a system that refuses it reads when the bytes are touched.
             let _ = map.advise_range(memmap2::Advice::WillNeed, self.start, self.len());
+        }
+    }
+
+    /// Tells the system that they will not be read for a while: they no longer count as memory of this process.
+    fn let_go(&self) {
+        #[cfg(unix)]
+        if let Data::Mapped(map) = &self.file.data {
+            // SAFETY: the map is one of a file and is only read, so pages that are dropped come back from the file with
+            // the same bytes.
+            let _ = unsafe {
+                let advice = memmap2::UncheckedAdvice::DontNeed;
+                map.unchecked_advise_range(advice, self.start, self.len())
+            };
         }
     }
 }

@@ -64,8 +64,12 @@ pub fn settle(mats: &mut [&mut Mat], kernels: &Kernels, pool: &Pool) -> Result<(
     fill(&mut memory, &moving, kernels, pool);
     let map = memory.make_read_only().context("cannot protect the memory of weights")?;
     let path = moving[0].0.path().to_owned();
-    let file = Arc::new(ShardFile { path, data: Data::Mapped(map) });
+    let file = Arc::new(ShardFile { path, data: Data::Settled(map) });
     for (mat, place) in moving {
+        if let Layout::Rows { codes, scales } = &mat.layout {
+            codes.let_go();
+            scales.bytes.let_go();
+        }
         // Messages name the file that a matrix came from, not the one of the group's first.
         let origin = mat.path().to_owned();
         let bytes = |r: &std::ops::Range<usize>| Bytes {

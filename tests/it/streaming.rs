@@ -10,6 +10,7 @@ use glm::engine::{Engine, Options, Ram, Residency, UsageOptions};
 use glm::experts::{Files, Io, Lookahead, Source, StreamOptions};
 use glm::model::Cancelled;
 
+use crate::cli::{json, run, stderr};
 use crate::fixture::{Oracle, dir};
 
 fn open(preset: &str, stream: StreamOptions) -> Engine {
@@ -310,4 +311,27 @@ fn mirrors_share_the_reads_and_may_vanish() {
     shards.iter().for_each(|s| std::fs::remove_file(s).unwrap());
     let error = format!("{:#}", Engine::open(&dir("tiny"), &options).err().unwrap());
     assert!(error.contains("cannot open"), "{error}");
+}
+
+/// A budget is an upper bound of what the process takes, on a model of real layer shapes.
+#[test]
+fn memory_stays_within_the_budget() {
+    let scratch = Scratch::new("budget");
+    let model = scratch.0.join("model");
+    let model = model.to_str().unwrap();
+    let shape = ["--preset", "glm-5.2", "--layers", "3", "--dense", "1", "--experts", "24"];
+    let made = run(&[&["synth"][..], &shape, &["--vocab", "4096", "-q", model]].concat());
+    assert!(made.status.success(), "{}", stderr(&made));
+    let plan = json(&run(&["plan", model, "--ctx", "64", "--no-measure", "--json"]));
+    let bytes = |key: &str| plan.pointer(key).unwrap().as_u64().unwrap();
+    // Room for a quarter of the experts.
+    let ram = bytes("/total_bytes") - bytes("/experts/of_bytes") / 4 * 3;
+    let ram_gb = (ram as f64 / 1e9).to_string();
+    let lengths = ["--prompt", "40", "--gen", "6", "--reps", "1", "--ctx", "64"];
+    let bench = ["bench", "model", "--model", model, "--no-usage", "--json", "--ram", &ram_gb];
+    let v = json(&run(&[&bench[..], &lengths].concat()));
+    let peak = v["peak_rss_bytes"].as_u64().unwrap();
+    assert!(v["experts"]["misses"].as_u64().unwrap() > 0, "{v}");
+    assert!(peak <= ram, "{peak} bytes were taken of {ram}: {v}");
+    assert!(peak > ram / 2, "the bound is a bound of something: {peak} of {ram}");
 }
