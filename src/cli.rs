@@ -473,8 +473,8 @@ pub struct BenchKernelsArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Reads the largest file of DIR at random places, past the system's cache where it can (direct) and through it
-(buffered, after dropping the file from the cache). Nothing is written. Every way to read is measured once before any is
-measured again; `spread` is the distance from the slowest to the fastest repeat, as a share of the median. `best` is
+(buffered, after dropping the file from the cache). Nothing is written. Every way to read is measured once, in random order, before any
+is measured again; `spread` is the distance from the slowest to the fastest repeat, as a share of the median. `best` is
 what needs the fewest readers and the smallest blocks within 3% of the fastest. The defaults take about 50 seconds.
 
 Examples:

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::print_rows;
+use super::{Random, print_rows};
 use crate::cli::BenchDiskArgs;
 use crate::commands::measure::{Drive, Reads, extremes};
 use crate::commands::{Outcome, cancel_flag, progress_bar, round};
@@ -41,9 +41,14 @@ pub(super) fn measure_disk(args: &BenchDiskArgs) -> Result<Outcome> {
     }
     let (reps, time) = (args.report.reps, Duration::from_millis(args.time.into()));
     let bar = progress_bar(args.report.json, Some(u64::from(reps) * cells.len() as u64), "reading");
-    // Drives drift within minutes: every way is measured once before any is measured again.
+    // Drives drift within minutes: every way is measured once before any is measured again. The order is another each
+    // time, because a drive that is fast and slow in turns may keep step with a fixed one.
+    let mut random = Random(1);
+    let mut order: Vec<usize> = (0..cells.len()).collect();
     for _ in 0..reps {
-        for cell in &mut cells {
+        order.sort_by_cached_key(|_| random.next());
+        for &i in &order {
+            let cell = &mut cells[i];
             cell.speeds.push(cell.reads.speed(time, Some(cancel))?);
             if cancel.load(Ordering::Relaxed) {
                 return Ok(Outcome::Interrupted);
