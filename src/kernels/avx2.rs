@@ -8,7 +8,7 @@
 use std::arch::x86_64::*;
 
 use super::panel::{Codes, Vector};
-use super::simd::{LANES, Simd, each, quad_of, unroll};
+use super::simd::{BYTES, LANES, NIBBLES, Simd, each, quad_of, unroll};
 use super::{GROUP, table};
 
 /// Without VNNI.
@@ -145,6 +145,70 @@ impl Vector for __m256i {
     }
 }
 
+/// [`Simd::pack8`] in registers: each row's words are dealt, then words and rows change places.
+///
+/// # Safety
+/// The CPU has AVX2, and the caller is compiled with it.
+#[inline(always)]
+pub(super) unsafe fn pack8<const HOW: u8>(
+    rows: [&[u8; 32]; 8],
+    out: &mut [u8],
+    at: usize,
+    stride: usize,
+) {
+    let out = &mut out[at..at + 7 * stride + 32];
+    // SAFETY: the caller's promise; loads read the 32 bytes of each row, stores write inside the slice cut above.
+    unsafe {
+        let w = each!(r in 0..8, {
+            let w = _mm256_loadu_si256(rows[r].as_ptr().cast());
+            match HOW {
+                NIBBLES => deal(w),
+                BYTES => _mm256_xor_si256(w, _mm256_set1_epi8(-128)),
+                _ => w,
+            }
+        });
+        // Pairs of rows, then fours, then eights.
+        let a = each!(i in 0..8, {
+            let (x, y) = (w[i / 2 * 2], w[i / 2 * 2 + 1]);
+            if i % 2 == 0 { _mm256_unpacklo_epi32(x, y) } else { _mm256_unpackhi_epi32(x, y) }
+        });
+        let b = each!(i in 0..8, {
+            let (x, y) = (a[i / 4 * 4 + i % 4 / 2], a[i / 4 * 4 + i % 4 / 2 + 2]);
+            if i % 2 == 0 { _mm256_unpacklo_epi64(x, y) } else { _mm256_unpackhi_epi64(x, y) }
+        });
+        for v in 0..4 {
+            let (low, high) = (b[v], b[v + 4]);
+            let p = out.as_mut_ptr().add(stride * v);
+            _mm256_storeu_si256(p.cast(), _mm256_permute2x128_si256::<0x20>(low, high));
+            let p = out.as_mut_ptr().add(stride * (v + 4));
+            _mm256_storeu_si256(p.cast(), _mm256_permute2x128_si256::<0x31>(low, high));
+        }
+    }
+}
+
+/// Nibbles 0…7 of each word in the order 0 4 1 5 2 6 3 7.
+///
+/// # Safety
+/// As of [`pack8`].
+#[inline(always)]
+unsafe fn deal(w: __m256i) -> __m256i {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // Each byte twice: one copy gives its low nibble, the other its high one.
+        let twice = |first: i32| {
+            let word = |w: i32| (first + w) * 0x0101 + (first + w + 1) * 0x0101_0000;
+            let half = _mm_setr_epi32(word(0), word(4), word(8), word(12));
+            _mm256_shuffle_epi8(w, _mm256_broadcastsi128_si256(half))
+        };
+        let (a, b) = (twice(0), twice(2));
+        let and = |v, mask| _mm256_and_si256(v, _mm256_set1_epi16(mask));
+        let low = _mm256_or_si256(and(a, 0x000f), and(_mm256_srli_epi16::<4>(a), 0x0f00));
+        let high =
+            _mm256_or_si256(and(_mm256_slli_epi16::<4>(b), 0x00f0), and(b, 0xf000u16 as i16));
+        _mm256_or_si256(low, high)
+    }
+}
+
 /// f32 lanes in two registers, shared by both.
 macro_rules! lanes {
     () => {
@@ -243,6 +307,12 @@ macro_rules! lanes {
             let p: *const __m256i = s.as_ptr().cast();
             // SAFETY: as in `splat`; the loads read the 16 values of the array.
             unsafe { [_mm256_loadu_si256(p), _mm256_loadu_si256(p.add(1))] }
+        }
+
+        #[inline(always)]
+        fn pack8<const HOW: u8>(rows: [&[u8; 32]; 8], out: &mut [u8], at: usize, stride: usize) {
+            // SAFETY: as in `splat`.
+            unsafe { super::pack8::<HOW>(rows, out, at, stride) }
         }
 
         #[inline(always)]

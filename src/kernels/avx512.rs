@@ -232,6 +232,12 @@ macro_rules! lanes {
         }
 
         #[inline(always)]
+        fn pack8<const HOW: u8>(rows: [&[u8; 32]; 8], out: &mut [u8], at: usize, stride: usize) {
+            // SAFETY: a CPU with AVX-512 has AVX2, and functions compiled with it have both.
+            unsafe { crate::kernels::avx2::pack8::<HOW>(rows, out, at, stride) }
+        }
+
+        #[inline(always)]
         fn prefetch(bytes: &[u8], ahead: usize) {
             // SAFETY: a prefetch reads nothing and cannot fault, wherever it points.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(bytes.as_ptr().wrapping_add(ahead).cast()) }

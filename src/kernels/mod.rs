@@ -127,6 +127,8 @@ impl Seen<'_> {
 #[derive(Default)]
 struct Scratch {
     row: Vec<f32>,
+    /// Packed strips.
+    strips: Vec<u8>,
     codes: Vec<i8>,
     scales: Vec<f32>,
     rows: Vec<f32>,
@@ -274,7 +276,7 @@ macro_rules! table {
         }
         $(#[target_feature(enable = $features)])?
         fn pack_strip(w: &MatView<'_>, s: usize, out: &mut [u8], scratch: &mut Scratch) {
-            panel::pack_strip(w, s, out, scratch.codes(w.cols()));
+            panel::pack_strip::<$simd>(w, s, out, scratch.codes(w.cols()));
         }
         $(#[target_feature(enable = $features)])?
         fn matmul_f32(w: &MatView<'_>, r: usize, x: &Input<'_>, t: &mut TileMut<'_>, scratch: &mut Scratch) {

@@ -17,7 +17,7 @@
 #![forbid(unsafe_code)]
 
 use super::format::{Format, GROUP, MatView};
-use super::simd::LANES;
+use super::simd::{BYTES, LANES, NIBBLES, Simd, WORDS, each};
 
 /// Bytes of one vector of codes: four inputs of 16 rows.
 pub(super) const VECTOR: usize = 64;
@@ -93,55 +93,39 @@ pub(super) fn steps(
     })
 }
 
+/// Whether strips of a matrix as stored are packed by whole vectors: faster than it is to compute with its rows.
+#[inline(always)]
+pub(super) fn packs_fast(w: &MatView<'_>) -> bool {
+    let whole = match w.format() {
+        Format::Int8 => true,
+        Format::Int4 { group } => (group as usize).is_multiple_of(GROUP),
+        _ => false,
+    };
+    whole && w.cols().is_multiple_of(GROUP)
+}
+
 /// Writes strip `s` of a stored integer matrix as panels. `codes` has room for one row in whole groups.
 #[inline(always)]
-pub(super) fn pack_strip(w: &MatView<'_>, s: usize, out: &mut [u8], codes: &mut [i8]) {
+pub(super) fn pack_strip<S: Simd>(w: &MatView<'_>, s: usize, out: &mut [u8], codes: &mut [i8]) {
     let Some(g) = Geometry::new(w.format(), w.cols()) else { return };
-    let (stride, cols) = (g.stride(), w.cols());
-    let group = group_of(w.format());
-    let offset = offset(w.format());
-    let ragged = !w.rows().is_multiple_of(LANES) && s == w.rows() / LANES;
-    if ragged || !cols.is_multiple_of(GROUP) || g.steps > 1 {
-        // What the loops below do not overwrite must be the code of zero.
-        out.fill(0);
-        for r in 0..LANES {
-            for b in 0..g.blocks {
-                put_group(w.format(), &mut out[b * stride..], r, &[offset; GROUP]);
-            }
+    let rows = LANES.min(w.rows() - s * LANES);
+    if rows == LANES && packs_fast(w) {
+        return pack_whole::<S>(w, s, out, &g);
+    }
+    // What the loops below do not overwrite must be the code of zero.
+    let (stride, group) = (g.stride(), group_of(w.format()));
+    out.fill(0);
+    for r in 0..LANES {
+        for b in 0..g.blocks {
+            put_group(w.format(), &mut out[b * stride..], r, &[offset(w.format()); GROUP]);
         }
     }
-    for r in 0..LANES.min(w.rows() - s * LANES) {
+    for r in 0..rows {
         let row = s * LANES + r;
-        let stored = w.row_codes(row);
-        match w.format() {
-            Format::Int4 { .. } if cols.is_multiple_of(GROUP) => {
-                for (b, words) in stored.as_chunks::<32>().0.iter().enumerate() {
-                    let block = &mut out[b * stride..][..8 * VECTOR];
-                    let to = block.as_chunks_mut::<4>().0;
-                    let from = words.as_chunks::<4>().0;
-                    for v in 0..8 {
-                        to[LANES * v + r] = deal_nibbles(u32::from_le_bytes(from[v])).to_le_bytes();
-                    }
-                }
-            }
-            Format::Int8 if cols.is_multiple_of(GROUP) => {
-                for (b, words) in stored.as_chunks::<GROUP>().0.iter().enumerate() {
-                    let block = &mut out[b * stride..][..16 * VECTOR];
-                    let to = block.as_chunks_mut::<4>().0;
-                    let from = words.as_chunks::<4>().0;
-                    for k in 0..16 {
-                        to[LANES * k + r] =
-                            (u32::from_le_bytes(from[k]) ^ 0x8080_8080).to_le_bytes();
-                    }
-                }
-            }
-            f => {
-                super::portable::unpack_row(w, row, codes);
-                for (b, codes) in codes.as_chunks::<GROUP>().0.iter().enumerate() {
-                    let biased = codes.map(|c| (c as u8).wrapping_add(offset));
-                    put_group(f, &mut out[b * stride..], r, &biased);
-                }
-            }
+        super::portable::unpack_row(w, row, codes);
+        for (b, codes) in codes.as_chunks::<GROUP>().0.iter().enumerate() {
+            let biased = codes.map(|c| (c as u8).wrapping_add(offset(w.format())));
+            put_group(w.format(), &mut out[b * stride..], r, &biased);
         }
         let scales = w.row_scales(row);
         if g.steps == 0 {
@@ -149,11 +133,80 @@ pub(super) fn pack_strip(w: &MatView<'_>, s: usize, out: &mut [u8], codes: &mut 
             continue;
         }
         for b in 0..g.blocks {
-            for (i, (_, _, at)) in steps(group, b, cols).enumerate() {
+            for (i, (_, _, at)) in steps(group, b, w.cols()).enumerate() {
                 put_f32(&mut out[b * stride + g.codes + i * SCALES..], r, scales[at]);
             }
         }
     }
+}
+
+/// A strip of 16 rows of whole groups, 8 rows at a time.
+#[inline(always)]
+fn pack_whole<S: Simd>(w: &MatView<'_>, s: usize, out: &mut [u8], g: &Geometry) {
+    let stride = g.stride();
+    // Rows are too short for the processor to see eight streams: the next eight are fetched meanwhile.
+    let ahead = 8 * w.format().row_bytes(w.cols());
+    for half in 0..2 {
+        let first = s * LANES + 8 * half;
+        let rows = each!(r in 0..8, w.row_codes(first + r).as_chunks::<32>().0);
+        for b in 0..g.blocks {
+            let block = &mut out[b * stride..][..g.codes];
+            for row in &rows {
+                S::prefetch(&row[b], ahead);
+            }
+            if w.format() == Format::Int8 {
+                let at = [32 * half, 32 * half + 8 * VECTOR];
+                S::pack8::<BYTES>(each!(r in 0..8, &rows[r][2 * b]), block, at[0], VECTOR);
+                S::pack8::<BYTES>(each!(r in 0..8, &rows[r][2 * b + 1]), block, at[1], VECTOR);
+            } else {
+                S::pack8::<NIBBLES>(each!(r in 0..8, &rows[r][b]), block, 32 * half, VECTOR);
+            }
+        }
+    }
+    pack_scales::<S>(w, s, out, g);
+}
+
+/// The scales of a strip of 16 rows of whole groups.
+#[inline(always)]
+fn pack_scales<S: Simd>(w: &MatView<'_>, s: usize, out: &mut [u8], g: &Geometry) {
+    let stride = g.stride();
+    let mut done = 0;
+    if g.steps == 1 && group_of(w.format()) == GROUP {
+        for half in 0..2 {
+            let first = s * LANES + 8 * half;
+            let rows = each!(r in 0..8, w.row_scales(first + r).as_chunks::<8>().0);
+            for b in 0..g.blocks / 8 {
+                let words = each!(r in 0..8, bytes_of(&rows[r][b]));
+                let at = 8 * b * stride + g.codes + 32 * half;
+                S::pack8::<WORDS>(each!(r in 0..8, &words[r]), out, at, stride);
+            }
+        }
+        done = g.blocks / 8 * 8;
+    }
+    let wide = group_of(w.format()) / GROUP;
+    for r in 0..LANES {
+        let scales = w.row_scales(s * LANES + r);
+        if g.steps == 0 {
+            put_f32(&mut out[g.blocks * stride..], r, scales[0]);
+            continue;
+        }
+        for b in done..g.blocks {
+            put_f32(&mut out[b * stride + g.codes..], r, scales[b / wide]);
+        }
+    }
+}
+
+#[inline(always)]
+fn bytes_of(values: &[f32; 8]) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    for i in 0..8 {
+        let [a, b, c, d] = values[i].to_le_bytes();
+        bytes[4 * i] = a;
+        bytes[4 * i + 1] = b;
+        bytes[4 * i + 2] = c;
+        bytes[4 * i + 3] = d;
+    }
+    bytes
 }
 
 #[inline(always)]
@@ -163,7 +216,7 @@ fn put_f32(out: &mut [u8], i: usize, v: f32) {
 
 /// Nibbles 0…7 of a word (lowest first) in the order 0 4 1 5 2 6 3 7: byte j holds inputs j and 4 + j.
 #[inline(always)]
-fn deal_nibbles(w: u32) -> u32 {
+pub(super) fn deal_nibbles(w: u32) -> u32 {
     let spread = |v: u32| {
         let v = (v | v << 8) & 0x00ff_00ff;
         (v | v << 4) & 0x0f0f_0f0f

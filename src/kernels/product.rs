@@ -7,7 +7,8 @@
 
 use super::format::{Format, GROUP, MatView};
 use super::panel::{
-    Codes, Geometry, Int2Codes, Int3Codes, Int4Codes, Int8Codes, VECTOR, group_of, steps,
+    Codes, Geometry, Int2Codes, Int3Codes, Int4Codes, Int8Codes, VECTOR, group_of, pack_strip,
+    packs_fast, steps,
 };
 use super::portable::{dequant_row, dot_n, unpack_row};
 use super::simd::{LANES, Simd, add_quad, bf16_to_f32, dot_i8, each, finish, upto4};
@@ -115,6 +116,11 @@ fn dot_bf16<S: Simd, const N: usize, const R: usize>(
 
 // ------------------------------------------------------------------------------------------------ integer rows as stored
 
+/// Strips that are packed and multiplied at a time: few, so that they stay in the cache.
+const PACKED: usize = 2;
+/// The same where products read all activation rows anew for every call.
+const PACKED_MANY: usize = 16;
+
 /// Integer matrices as stored: exact integer steps, one fma chain per output.
 #[inline(always)]
 pub(super) fn matmul_rows<S: Simd>(
@@ -124,6 +130,9 @@ pub(super) fn matmul_rows<S: Simd>(
     tile: &mut TileMut<'_>,
     scratch: &mut Scratch,
 ) {
+    if packs_fast(w) {
+        return matmul_packed::<S>(w, first, x, tile, scratch);
+    }
     let codes = scratch.codes(w.cols());
     let per_row = Geometry::new(w.format(), w.cols()).is_some_and(|g| g.steps == 0);
     let group = group_of(w.format());
@@ -158,6 +167,38 @@ pub(super) fn matmul_rows<S: Simd>(
             tile.row(i)[o] = acc;
         }
     }
+}
+
+/// Packs a few strips into a buffer of this thread and multiplies them there, then the next.
+#[inline(always)]
+fn matmul_packed<S: Simd>(
+    w: &MatView<'_>,
+    first: usize,
+    x: &Input<'_>,
+    tile: &mut TileMut<'_>,
+    scratch: &mut Scratch,
+) {
+    let Some(g) = Geometry::new(w.format(), w.cols()) else { return };
+    let mut packed = std::mem::take(&mut scratch.strips);
+    let last = first + tile.cols().len();
+    let at_once = if tile.rows().len() >= S::MANY { PACKED_MANY } else { PACKED };
+    for s in (first / LANES..last.div_ceil(LANES)).step_by(at_once) {
+        let end = (s + at_once).min(last.div_ceil(LANES));
+        let bytes = (end - s) * g.strip;
+        if packed.len() < bytes {
+            packed.resize(bytes, 0);
+        }
+        for (s, strip) in (s..end).zip(packed.chunks_exact_mut(g.strip)) {
+            pack_strip::<S>(w, s, strip, scratch.codes(w.cols()));
+        }
+        let base = s * LANES;
+        let rows = (end * LANES).min(w.rows()) - base;
+        let view = MatView::panels(w.format(), rows, w.cols(), &packed[..bytes]);
+        let (from, to) = (first.max(base), last.min(base + rows));
+        let mut part = tile.part(from - first..to - first);
+        matmul_panels::<S>(&view, from - base, x, &mut part, scratch);
+    }
+    scratch.strips = packed;
 }
 
 // ------------------------------------------------------------------------------------------------ panels

@@ -6,12 +6,19 @@
 #![forbid(unsafe_code)]
 
 use super::format::{GROUP, MatView};
-use super::panel::{Codes, VECTOR};
+use super::panel::{Codes, VECTOR, deal_nibbles};
 use super::{Input, Scratch};
 use crate::pool::TileMut;
 
 /// Lanes of a vector, partial sums of a dot product, rows of a strip.
 pub(super) const LANES: usize = 16;
+
+/// [`Simd::pack8`] of eight int4 codes: dealt as panels want them.
+pub(super) const NIBBLES: u8 = 0;
+/// [`Simd::pack8`] of four int8 codes: made unsigned.
+pub(super) const BYTES: u8 = 1;
+/// [`Simd::pack8`] of one scale: as it is.
+pub(super) const WORDS: u8 = 2;
 
 /// Vector operations of one instruction set. All of them are exact or one IEEE operation per lane.
 pub(super) trait Simd {
@@ -82,6 +89,22 @@ pub(super) trait Simd {
             let w = C::quad::<[u8; VECTOR]>(codes, k, 0);
             for (o, w) in out.iter_mut().zip(w) {
                 *o = w.wrapping_sub(C::OFFSET as u8) as i8;
+            }
+        }
+    }
+
+    /// Takes eight 4-byte words of each of 8 rows: word `v` of all rows goes to `out` from `at + v * stride` on.
+    #[inline(always)]
+    fn pack8<const HOW: u8>(rows: [&[u8; 32]; 8], out: &mut [u8], at: usize, stride: usize) {
+        for (r, row) in rows.iter().enumerate() {
+            for (v, word) in row.as_chunks::<4>().0.iter().enumerate() {
+                let word = u32::from_le_bytes(*word);
+                let word = match HOW {
+                    NIBBLES => deal_nibbles(word),
+                    BYTES => word ^ 0x8080_8080,
+                    _ => word,
+                };
+                out[at + stride * v + 4 * r..][..4].copy_from_slice(&word.to_le_bytes());
             }
         }
     }
