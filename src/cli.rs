@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::engine::Ram;
+use crate::experts::policy::PolicyKind;
 use crate::kernels::{Format, Isa};
 
 /// Runs GLM-5.x models on one computer, exactly.
@@ -88,6 +89,12 @@ pub struct EngineArgs {
     /// How experts that do not fit are read: auto measures direct against buffered; mmap leaves them to the system's cache
     #[arg(long, value_enum, default_value_t = IoArg::Auto, help_heading = "Memory")]
     pub io: IoArg,
+    /// Which expert to give up when another needs its slot: see `glm replay`
+    #[arg(long, value_name = "NAME", default_value_t = PolicyKind::default(), help_heading = "Memory")]
+    pub policy: PolicyKind,
+    /// Write which experts every token is sent to, for `glm replay`
+    #[arg(long, value_name = "FILE", help_heading = "Memory")]
+    pub record_routing: Option<PathBuf>,
     /// Print no notes, progress or statistics
     #[arg(short, long)]
     pub quiet: bool,

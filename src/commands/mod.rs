@@ -154,6 +154,7 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
         ram: args.ram,
         mapped: args.io == IoArg::Mmap,
         stream: stream_options(args),
+        record: args.record_routing.clone(),
     };
     let dir = args.model.clone().or_else(|| variable("GLM_MODEL").map(PathBuf::from));
     let Some(dir) = dir else {
@@ -208,7 +209,7 @@ fn stream_options(args: &EngineArgs) -> StreamOptions {
         IoArg::Direct => Io::Direct,
         IoArg::Buffered => Io::Buffered,
     };
-    StreamOptions { io, ..StreamOptions::default() }
+    StreamOptions { io, policy: args.policy, ..StreamOptions::default() }
 }
 
 /// What was read from disk, for the statistics line.

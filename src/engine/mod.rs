@@ -8,6 +8,7 @@ mod plan;
 mod session;
 
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
@@ -17,6 +18,7 @@ pub use plan::{Plan, Ram, Residency, Wishes};
 pub use session::{Progress, Session};
 
 use crate::experts::StreamOptions;
+use crate::experts::trace::Recorder;
 use crate::kernels::{Activations, Format, Isa, Kernels};
 use crate::model::census::Census;
 use crate::model::config::{Config, MAX_CONFIG_BYTES, eos_ids};
@@ -55,6 +57,8 @@ pub struct Options {
     pub mapped: bool,
     /// How experts that do not fit are read. `bytes` is the plan's, unless it is set.
     pub stream: StreamOptions,
+    /// Where to write the routing trace.
+    pub record: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -70,6 +74,7 @@ impl Default for Options {
             ram: None,
             mapped: false,
             stream: StreamOptions::default(),
+            record: None,
         }
     }
 }
@@ -112,6 +117,7 @@ pub struct Engine {
     stops: Vec<u32>,
     kv: KvType,
     ctx: usize,
+    recorder: Option<Mutex<Recorder>>,
 }
 
 /// The small files of a model, as bytes.
@@ -243,6 +249,7 @@ impl Engine {
         };
         let model = Model::load(config, shards, &census, &bind, compute)?;
         let ctx = plan.ctx;
+        let recorder = options.record.as_deref().map(Recorder::create).transpose()?;
         Ok(Self {
             model,
             tokenizer,
@@ -253,6 +260,7 @@ impl Engine {
             kv: options.kv,
             plan,
             ctx,
+            recorder: recorder.map(Mutex::new),
         })
     }
 
@@ -264,6 +272,11 @@ impl Engine {
     /// A new, empty timeline.
     pub fn session(&self) -> Session {
         Session::new(&self.model.config, self.kv)
+    }
+
+    /// The routing trace, if one is written; held for the time of a pass.
+    fn recorder(&self) -> Option<MutexGuard<'_, Recorder>> {
+        self.recorder.as_ref().map(|r| r.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Most tokens of one timeline.

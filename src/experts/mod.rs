@@ -8,8 +8,10 @@
 mod loader;
 pub mod policy;
 mod record;
+pub mod replay;
 mod slots;
 mod stream;
+pub mod trace;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -20,7 +20,7 @@ const MAY_USE: [(&str, &[&str]); 12] = [
         "engine",
         &["model", "experts", "tokenizer", "template", "sample", "store", "kernels", "pool", "sys"],
     ),
-    ("cli", &["engine", "kernels"]),
+    ("cli", &["engine", "experts", "kernels"]),
     (
         "commands",
         &[
