@@ -8,6 +8,8 @@ mod container;
 mod convert;
 mod inspect;
 mod plan;
+mod replay;
+mod routing;
 mod run;
 mod score;
 mod synth;
@@ -62,6 +64,7 @@ pub fn dispatch(command: Command) -> Result<Outcome> {
         Command::Score(args) => score::score(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Plan(args) => plan::plan(&args),
+        Command::Replay(args) => replay::replay(&args),
         Command::Convert(args) => convert::convert(&args),
         Command::Bench(what) => bench::bench(&what),
         Command::Synth(args) => synth::synth(&args),

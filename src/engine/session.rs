@@ -155,13 +155,8 @@ impl Session {
             };
             let mut control = Control { cancel, observer: Some(&mut watch) };
             let caches = &mut [&mut self.kv];
-            let forward = engine.model.forward(
-                &self.rows,
-                caches,
-                &mut self.ws,
-                &mut control,
-                &mut self.out,
-            );
+            let forward =
+                engine.model.forward(&self.rows, caches, &mut self.ws, &mut control, &mut self.out);
             let recorded = recorder.map_or(Ok(()), |mut r| r.end_pass());
             let result = forward.and(recorded).and_then(|()| {
                 let Output { logits, hidden } = &mut self.out;

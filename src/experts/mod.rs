@@ -5,6 +5,7 @@
 //! there; what is resident comes first, while the rest is read.
 #![forbid(unsafe_code)]
 
+mod forecast;
 mod loader;
 pub mod policy;
 mod record;

@@ -8,12 +8,14 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::str::FromStr;
 
-/// Which resident expert to give up. Keys are dense: `layer * n_experts + id`.
+use super::forecast::Forecast;
+
+/// Which resident expert to give up. Keys are dense: `layer * width + id`.
 pub trait Policy: Send {
     /// A wanted expert was resident.
     fn hit(&mut self, key: u32);
-    /// A wanted expert was not resident and now takes a slot.
-    fn insert(&mut self, key: u32);
+    /// An expert that was not resident now takes a slot. It is wanted, unless it was read ahead.
+    fn insert(&mut self, key: u32, wanted: bool);
     /// Names the expert to give up and forgets it; never one for which `keep` is true. `None` when all are kept.
     fn evict(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32>;
     /// Forgets a resident expert that was given up for another reason.
@@ -29,16 +31,16 @@ pub enum PolicyKind {
     Lfru,
     /// Three queues: newcomers that are not wanted again soon leave first.
     S3Fifo,
-    /// A newcomer keeps its slot only if it was wanted more often than the expert that would go for it.
-    TinyLfu,
     /// Gives up the expert with the lowest sum of uses, each worth less the longer ago it was.
-    #[default]
     Decay,
+    /// Gives up the expert that is least likely to be wanted soon, judged by how others like it fared.
+    #[default]
+    Forecast,
 }
 
 impl PolicyKind {
     /// All policies.
-    pub const ALL: [Self; 5] = [Self::Lru, Self::Lfru, Self::S3Fifo, Self::TinyLfu, Self::Decay];
+    pub const ALL: [Self; 5] = [Self::Lru, Self::Lfru, Self::S3Fifo, Self::Decay, Self::Forecast];
 
     /// The name on the command line.
     pub fn name(self) -> &'static str {
@@ -46,30 +48,26 @@ impl PolicyKind {
             Self::Lru => "lru",
             Self::Lfru => "lfru",
             Self::S3Fifo => "s3fifo",
-            Self::TinyLfu => "tinylfu",
             Self::Decay => "decay",
+            Self::Forecast => "forecast",
         }
     }
 
-    /// A policy over the keys `0..keys` for so many slots.
-    pub fn build(self, keys: usize, slots: usize) -> Box<dyn Policy> {
+    /// A policy over layers of `width` experts each, for so many slots.
+    pub fn build(self, layers: usize, width: usize, slots: usize) -> Box<dyn Policy> {
+        let keys = layers * width;
         match self {
             Self::Lru => Box::new(Lru { order: Order::new(keys), clock: 0 }),
             Self::Lfru => Box::new(Lfru {
                 order: Order::new(keys),
-                uses: Uses::new(keys, 8 * keys),
+                uses: vec![0; keys],
                 last: vec![0; keys],
                 clock: 0,
+                every: 8 * keys as u64,
             }),
             Self::S3Fifo => Box::new(S3Fifo::new(keys, slots)),
-            Self::TinyLfu => Box::new(TinyLfu {
-                window: Order::new(keys),
-                main: Order::new(keys),
-                share: (slots / 16).max(1),
-                uses: Uses::new(keys, 8 * keys),
-                clock: 0,
-            }),
             Self::Decay => Box::new(Decay::new(keys, 4 * keys)),
+            Self::Forecast => Box::new(Forecast::new(layers, width)),
         }
     }
 }
@@ -91,7 +89,22 @@ impl FromStr for PolicyKind {
     }
 }
 
-/// Resident keys in ascending order of something.
+/// Policies to compare.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Policies(pub Vec<PolicyKind>);
+
+impl FromStr for Policies {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "all" => Ok(Self(PolicyKind::ALL.to_vec())),
+            _ => s.split(',').map(str::parse).collect::<Result<_, _>>().map(Self),
+        }
+    }
+}
+
+/// Resident keys in ascending order of what they are worth.
 struct Order<T> {
     set: BTreeSet<(T, u32)>,
     /// By key; `None` for what is not resident.
@@ -101,10 +114,6 @@ struct Order<T> {
 impl<T: Ord + Copy> Order<T> {
     fn new(keys: usize) -> Self {
         Self { set: BTreeSet::new(), of: vec![None; keys] }
-    }
-
-    fn holds(&self, key: u32) -> bool {
-        self.of[key as usize].is_some()
     }
 
     fn set(&mut self, key: u32, to: T) {
@@ -119,9 +128,11 @@ impl<T: Ord + Copy> Order<T> {
         }
     }
 
-    /// The first key that is not kept.
-    fn first(&self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
-        self.set.iter().map(|&(_, key)| key).find(|&key| !keep(key))
+    /// Takes out the first key that is not kept.
+    fn take_first(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
+        let key = self.set.iter().map(|&(_, key)| key).find(|&key| !keep(key))?;
+        self.remove(key);
+        Some(key)
     }
 
     /// Gives every resident key its place anew.
@@ -133,36 +144,6 @@ impl<T: Ord + Copy> Order<T> {
     }
 }
 
-/// How often each key was wanted, resident or not; halved now and then so that the past fades.
-struct Uses {
-    counts: Vec<u32>,
-    /// Accesses between two halvings, and those that are left until the next.
-    every: usize,
-    left: usize,
-}
-
-impl Uses {
-    fn new(keys: usize, every: usize) -> Self {
-        Self { counts: vec![0; keys], every, left: every }
-    }
-
-    fn of(&self, key: u32) -> u32 {
-        self.counts[key as usize]
-    }
-
-    /// Counts a use. True when all counts were halved.
-    fn add(&mut self, key: u32) -> bool {
-        self.counts[key as usize] += 1;
-        self.left -= 1;
-        let halve = self.left == 0;
-        if halve {
-            self.left = self.every;
-            self.counts.iter_mut().for_each(|n| *n /= 2);
-        }
-        halve
-    }
-}
-
 struct Lru {
     order: Order<u64>,
     clock: u64,
@@ -170,47 +151,59 @@ struct Lru {
 
 impl Policy for Lru {
     fn hit(&mut self, key: u32) {
-        self.insert(key);
-    }
-    fn insert(&mut self, key: u32) {
         self.clock += 1;
         self.order.set(key, self.clock);
     }
+    fn insert(&mut self, key: u32, _wanted: bool) {
+        self.hit(key);
+    }
     fn evict(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
-        let key = self.order.first(keep)?;
-        self.order.remove(key);
-        Some(key)
+        self.order.take_first(keep)
     }
     fn remove(&mut self, key: u32) {
         self.order.remove(key);
     }
 }
 
-/// Counts decide, recency among equal counts.
+/// Counts of all keys, resident or not, decide; recency among equal counts. Halving lets the past fade.
 struct Lfru {
     order: Order<(u32, u64)>,
-    uses: Uses,
+    uses: Vec<u32>,
     last: Vec<u64>,
     clock: u64,
+    /// Uses between two halvings.
+    every: u64,
+}
+
+impl Lfru {
+    fn count(&mut self, key: u32) {
+        self.clock += 1;
+        self.uses[key as usize] += 1;
+        self.last[key as usize] = self.clock;
+        if self.clock.is_multiple_of(self.every) {
+            self.uses.iter_mut().for_each(|n| *n /= 2);
+            self.order.renew(|key| (self.uses[key as usize], self.last[key as usize]));
+        }
+    }
+
+    fn place(&mut self, key: u32) {
+        self.order.set(key, (self.uses[key as usize], self.last[key as usize]));
+    }
 }
 
 impl Policy for Lfru {
     fn hit(&mut self, key: u32) {
-        self.insert(key);
+        self.count(key);
+        self.place(key);
     }
-    fn insert(&mut self, key: u32) {
-        self.clock += 1;
-        self.last[key as usize] = self.clock;
-        let halved = self.uses.add(key);
-        self.order.set(key, (self.uses.of(key), self.clock));
-        if halved {
-            self.order.renew(|key| (self.uses.of(key), self.last[key as usize]));
+    fn insert(&mut self, key: u32, wanted: bool) {
+        if wanted {
+            self.count(key);
         }
+        self.place(key);
     }
     fn evict(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
-        let key = self.order.first(keep)?;
-        self.order.remove(key);
-        Some(key)
+        self.order.take_first(keep)
     }
     fn remove(&mut self, key: u32) {
         self.order.remove(key);
@@ -297,7 +290,7 @@ impl Policy for S3Fifo {
         let uses = &mut self.uses[key as usize];
         *uses = (*uses + 1).min(3);
     }
-    fn insert(&mut self, key: u32) {
+    fn insert(&mut self, key: u32, _wanted: bool) {
         self.uses[key as usize] = 0;
         if self.is_gone[key as usize] {
             self.is_gone[key as usize] = false;
@@ -322,63 +315,11 @@ impl Policy for S3Fifo {
     }
 }
 
-/// After Einziger et al., "TinyLFU" (2017): newcomers live in a window; who leaves it must have been wanted more often
-/// than the one that was not wanted for longest among the others. Counts are exact: there are few keys.
-struct TinyLfu {
-    window: Order<u64>,
-    main: Order<u64>,
-    /// Slots of the window.
-    share: usize,
-    uses: Uses,
-    clock: u64,
-}
-
-impl Policy for TinyLfu {
-    fn hit(&mut self, key: u32) {
-        self.clock += 1;
-        self.uses.add(key);
-        let order = if self.window.holds(key) { &mut self.window } else { &mut self.main };
-        order.set(key, self.clock);
-    }
-    fn insert(&mut self, key: u32) {
-        self.clock += 1;
-        self.uses.add(key);
-        self.window.set(key, self.clock);
-        if self.window.set.len() > self.share
-            && let Some((at, oldest)) = self.window.set.first().copied()
-        {
-            self.window.remove(oldest);
-            self.main.set(oldest, at);
-        }
-    }
-    fn evict(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
-        let newcomer = self.window.first(keep).filter(|_| self.window.set.len() >= self.share);
-        let victim = self.main.first(keep);
-        match (newcomer, victim) {
-            (Some(newcomer), Some(victim)) if self.uses.of(newcomer) > self.uses.of(victim) => {
-                self.window.remove(newcomer);
-                self.main.set(newcomer, self.clock);
-                self.main.remove(victim);
-                Some(victim)
-            }
-            (newcomer, victim) => {
-                let key = newcomer.or(victim).or_else(|| self.window.first(keep))?;
-                self.remove(key);
-                Some(key)
-            }
-        }
-    }
-    fn remove(&mut self, key: u32) {
-        self.window.remove(key);
-        self.main.remove(key);
-    }
-}
-
-/// A use is worth 1 when it happens and half of that `half_life` accesses later. Instead of shrinking what was, every
-/// new use is worth more than the last, so the order of keys changes only where one is used.
+/// A use is worth 1 when it happens and half of that `half_life` uses later. Instead of shrinking what was, every new
+/// use is worth more than the last, so the order of keys changes only where one is used.
 struct Decay {
     order: Order<u64>,
-    /// By key, in units of `unit`.
+    /// By key, in units of the first use.
     worth: Vec<f64>,
     growth: f64,
     unit: f64,
@@ -386,33 +327,178 @@ struct Decay {
 
 impl Decay {
     fn new(keys: usize, half_life: usize) -> Self {
-        // 2^(1/n) by products alone: the same bits on every machine.
+        // 2^(1/n), nearly.
         let growth = 1.0 + std::f64::consts::LN_2 / half_life as f64;
         Self { order: Order::new(keys), worth: vec![0.0; keys], growth, unit: 1.0 }
     }
-}
 
-impl Policy for Decay {
-    fn hit(&mut self, key: u32) {
-        self.insert(key);
-    }
-    fn insert(&mut self, key: u32) {
+    fn count(&mut self, key: u32) {
         self.unit *= self.growth;
         self.worth[key as usize] += self.unit;
-        // Positive floats are ordered as their bits are.
-        self.order.set(key, self.worth[key as usize].to_bits());
         if self.unit > 1e100 {
             self.worth.iter_mut().for_each(|w| *w /= self.unit);
             self.unit = 1.0;
             self.order.renew(|key| self.worth[key as usize].to_bits());
         }
     }
+
+    fn place(&mut self, key: u32) {
+        // Positive floats are ordered as their bits are.
+        self.order.set(key, self.worth[key as usize].to_bits());
+    }
+}
+
+impl Policy for Decay {
+    fn hit(&mut self, key: u32) {
+        self.count(key);
+        self.place(key);
+    }
+    fn insert(&mut self, key: u32, wanted: bool) {
+        if wanted {
+            self.count(key);
+        }
+        self.place(key);
+    }
     fn evict(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
-        let key = self.order.first(keep)?;
-        self.order.remove(key);
-        Some(key)
+        self.order.take_first(keep)
     }
     fn remove(&mut self, key: u32) {
         self.order.remove(key);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    const LAYERS: u32 = 3;
+    const WIDTH: u32 = 8;
+    const SLOTS: usize = 7;
+
+    struct Rng(u64);
+
+    impl Rng {
+        fn below(&mut self, n: usize) -> usize {
+            self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (self.0 >> 33) as usize % n
+        }
+    }
+
+    /// Every use so far, oldest first, and what is resident: enough to say what a simple policy must give up.
+    #[derive(Default)]
+    struct Model {
+        resident: BTreeSet<u32>,
+        uses: Vec<u32>,
+        /// Order of placement, for policies that go by it.
+        placed: Vec<u32>,
+    }
+
+    impl Model {
+        fn expected(&self, kind: PolicyKind, keep: &dyn Fn(u32) -> bool) -> Option<u32> {
+            let candidates = self.resident.iter().copied().filter(|&k| !keep(k));
+            let last =
+                |list: &[u32], key| list.iter().rposition(|&k| k == key).map_or(0, |i| i + 1);
+            match kind {
+                PolicyKind::Lru => candidates.min_by_key(|&k| last(&self.placed, k)),
+                PolicyKind::Lfru => {
+                    let every = 8 * (LAYERS * WIDTH) as usize;
+                    let count = |key| {
+                        self.uses.chunks(every).fold(0, |sum, chunk| {
+                            let sum = sum + chunk.iter().filter(|&&k| k == key).count();
+                            if chunk.len() == every { sum / 2 } else { sum }
+                        })
+                    };
+                    candidates.min_by_key(|&k| (count(k), last(&self.uses, k)))
+                }
+                PolicyKind::Decay => {
+                    let half_life = f64::from(4 * LAYERS * WIDTH);
+                    let worth = |key| {
+                        let ago = self.uses.iter().rev().enumerate().filter(|&(_, &k)| k == key);
+                        let growth: f64 = 1.0 + std::f64::consts::LN_2 / half_life;
+                        ago.map(|(ago, _)| growth.powi(-(ago as i32))).sum::<f64>()
+                    };
+                    candidates.min_by(|&a, &b| worth(a).total_cmp(&worth(b)).then(a.cmp(&b)))
+                }
+                PolicyKind::S3Fifo | PolicyKind::Forecast => None,
+            }
+        }
+    }
+
+    /// Random wants, read-aheads and removals; the victims.
+    fn drive(kind: PolicyKind, seed: u64) -> Vec<u32> {
+        let mut rng = Rng(seed);
+        let mut policy = kind.build(LAYERS as usize, WIDTH as usize, SLOTS);
+        let mut model = Model::default();
+        let mut victims = Vec::new();
+        for step in 0..3000 {
+            let layer = step / 2 % LAYERS;
+            // Low ids are wanted more often.
+            let id = rng.below(WIDTH as usize).min(rng.below(WIDTH as usize)) as u32;
+            let key = layer * WIDTH + id;
+            let wanted = rng.below(10) > 0;
+            if model.resident.contains(&key) {
+                if wanted {
+                    policy.hit(key);
+                    model.uses.push(key);
+                    model.placed.push(key);
+                } else if rng.below(4) == 0 {
+                    policy.remove(key);
+                    model.resident.remove(&key);
+                }
+                continue;
+            }
+            if model.resident.len() == SLOTS {
+                // Sometimes everything is kept, sometimes nothing.
+                let share = rng.below(5);
+                let kept: Vec<u32> =
+                    model.resident.iter().copied().filter(|_| rng.below(4) < share).collect();
+                let keep = |key: u32| kept.contains(&key);
+                let victim = policy.evict(&mut |key| keep(key));
+                assert_eq!(victim.is_none(), kept.len() == SLOTS, "{kind}, step {step}");
+                let Some(victim) = victim else { continue };
+                assert!(!keep(victim), "{kind}, step {step}: {victim} was to be kept");
+                assert!(model.resident.contains(&victim), "{kind}, step {step}: {victim} was gone");
+                if let Some(expected) = model.expected(kind, &keep) {
+                    assert_eq!(victim, expected, "{kind}, step {step}");
+                }
+                model.resident.remove(&victim);
+                victims.push(victim);
+            }
+            policy.insert(key, wanted);
+            model.resident.insert(key);
+            model.placed.push(key);
+            if wanted {
+                model.uses.push(key);
+            }
+        }
+        // What is left comes out once each.
+        for _ in 0..model.resident.len() {
+            let victim = policy.evict(&mut |_| false).expect("a resident key");
+            assert!(model.resident.remove(&victim), "{kind}: {victim} came out twice");
+        }
+        assert_eq!(policy.evict(&mut |_| false), None, "{kind}");
+        victims
+    }
+
+    #[test]
+    fn victims_are_resident_not_kept_and_always_the_same() {
+        for kind in PolicyKind::ALL {
+            for seed in 1..=4 {
+                let victims = drive(kind, seed);
+                assert!(victims.len() > 500, "{kind}: only {} victims", victims.len());
+                assert_eq!(victims, drive(kind, seed), "{kind}");
+            }
+        }
+    }
+
+    #[test]
+    fn names_are_parsed_back() {
+        for kind in PolicyKind::ALL {
+            assert_eq!(kind.name().parse(), Ok(kind));
+        }
+        let error = "LRU".parse::<PolicyKind>().unwrap_err();
+        assert!(error.contains("`LRU`") && error.contains("forecast"), "{error}");
     }
 }

@@ -195,7 +195,7 @@ impl State {
             Ok(loaded) => {
                 self.stats.loads += 1;
                 self.stats.ahead_loads += u64::from(ahead);
-                self.classes[class].policy.insert(key);
+                self.classes[class].policy.insert(key, !ahead);
                 self.entries[key as usize] = Entry::Ready { expert: Arc::new(loaded), ahead };
                 None
             }

@@ -135,7 +135,9 @@ impl Accesses {
             let line = parse(&bytes, &mut pass.ids).with_context(|| {
                 let text = String::from_utf8_lossy(bytes.trim_ascii_end());
                 let text: String = text.chars().take(60).collect();
-                format!("{name}:{number}: found `{text}`, expected `<call> <row> <layer> <id>:<gate> …`")
+                format!(
+                    "{name}:{number}: found `{text}`, expected `<call> <row> <layer> <id>:<gate> …`"
+                )
             });
             let head = line?;
             let Head { call, row, layer } = head;
@@ -177,7 +179,8 @@ impl Head {
 
 /// The head of a line; its experts are added to `ids`.
 fn parse(line: &[u8], ids: &mut Vec<u32>) -> Result<Head> {
-    let text = std::str::from_utf8(line)?.strip_suffix('\n').context("the file ends inside a line")?;
+    let text =
+        std::str::from_utf8(line)?.strip_suffix('\n').context("the file ends inside a line")?;
     let mut fields = text.split(' ');
     let mut number = |what| fields.next().and_then(|f| f.parse().ok()).context(what);
     let (call, row) = (number("no call")?, number("no row")?);

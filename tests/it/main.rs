@@ -14,6 +14,7 @@ mod layers;
 mod mutate;
 mod oracle;
 mod quality;
+mod routing;
 mod sessions;
 mod streaming;
 mod synth;
