@@ -45,8 +45,8 @@ pub(super) struct Forecast {
     visits: Vec<u32>,
     /// Resident keys of each layer with their chance, the lowest first.
     resident: Vec<Vec<(f32, u32)>>,
-    /// The layer that is being visited.
-    layer: usize,
+    /// The layer that is being visited; `None` before the first.
+    layer: Option<usize>,
 }
 
 impl Forecast {
@@ -65,27 +65,28 @@ impl Forecast {
             seen: vec![unseen; layers * width],
             visits: vec![0; layers],
             resident: vec![Vec::new(); layers],
-            layer: 0,
+            layer: None,
         }
     }
 
     /// Notes a use. One of another layer, or a second one of the same expert, begins a visit.
     fn want(&mut self, key: u32) {
         let layer = key as usize / self.width;
-        if layer != self.layer || self.seen[key as usize].now {
+        if self.layer != Some(layer) || self.seen[key as usize].now {
             self.end_visit();
-            self.layer = layer;
+            self.layer = Some(layer);
         }
         self.seen[key as usize].now = true;
     }
 
     /// Learns from what the layer wanted and sorts its experts anew.
     fn end_visit(&mut self) {
-        let visits = &mut self.visits[self.layer];
+        let Some(layer) = self.layer else { return };
+        let visits = &mut self.visits[layer];
         *visits = visits.saturating_add(1);
         // A plain mean at first.
         let weight = 1.0 / SPAN.min(*visits as f32);
-        let of_layer = self.layer * self.width..(self.layer + 1) * self.width;
+        let of_layer = layer * self.width..(layer + 1) * self.width;
         for seen in &mut self.seen[of_layer] {
             let now = std::mem::take(&mut seen.now);
             let wanted = if now { 1.0 } else { 0.0 };
@@ -101,7 +102,7 @@ impl Forecast {
             seen.class = class_of(seen);
         }
         let (seen, classes) = (&self.seen, &self.classes);
-        let resident = &mut self.resident[self.layer];
+        let resident = &mut self.resident[layer];
         resident.iter_mut().for_each(|(chance, key)| *chance = chance_of(seen, classes, *key));
         resident.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
     }
@@ -141,11 +142,17 @@ impl Policy for Forecast {
     }
 
     fn evict(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
-        let layers = self.resident.len();
+        // The calls to come, that of the running layer last.
+        let next = self.layer.map_or(0, |layer| layer + 1);
+        let mut wait = 0;
         let mut lowest: Option<(f32, u32)> = None;
-        for (layer, resident) in self.resident.iter().enumerate() {
-            // Calls until the layer comes round: 1 for the next one, all of them for the one that is visited.
-            let wait = (layer + layers - self.layer - 1) % layers + 1;
+        for layer in (next..self.resident.len()).chain(0..next) {
+            let resident = &self.resident[layer];
+            if resident.is_empty() && self.visits[layer] == 0 {
+                // A dense layer.
+                continue;
+            }
+            wait += 1;
             let worth = |chance: f32| chance / wait as f32;
             let below = |w: f32| lowest.is_none_or(|l| w < l.0);
             let first = resident.iter().take_while(|r| below(worth(r.0))).find(|r| !keep(r.1));

@@ -63,10 +63,10 @@ impl PolicyKind {
                 uses: vec![0; keys],
                 last: vec![0; keys],
                 clock: 0,
-                every: 8 * keys as u64,
+                every: 16 * slots as u64,
             }),
             Self::S3Fifo => Box::new(S3Fifo::new(keys, slots)),
-            Self::Decay => Box::new(Decay::new(keys, 4 * keys)),
+            Self::Decay => Box::new(Decay::new(keys, 8 * slots)),
             Self::Forecast => Box::new(Forecast::new(layers, width)),
         }
     }
@@ -238,7 +238,7 @@ impl S3Fifo {
         }
     }
 
-    fn from_small(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
+    fn leave_small(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
         let mut at = 0;
         while let Some(&key) = self.small.get(at) {
             if keep(key) {
@@ -256,7 +256,7 @@ impl S3Fifo {
         None
     }
 
-    fn from_main(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
+    fn leave_main(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
         let mut at = 0;
         while let Some(&key) = self.main.get(at) {
             if keep(key) {
@@ -302,12 +302,12 @@ impl Policy for S3Fifo {
     }
     fn evict(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {
         let small_first = self.small.len() >= self.share;
-        let early = if small_first { self.from_small(keep) } else { None };
+        let early = if small_first { self.leave_small(keep) } else { None };
         early
-            .or_else(|| self.from_main(keep))
-            .or_else(|| self.from_small(keep))
+            .or_else(|| self.leave_main(keep))
+            .or_else(|| self.leave_small(keep))
             // Those of the small queue may have moved.
-            .or_else(|| self.from_main(keep))
+            .or_else(|| self.leave_main(keep))
     }
     fn remove(&mut self, key: u32) {
         self.small.retain(|&k| k != key);
@@ -403,7 +403,7 @@ mod tests {
             match kind {
                 PolicyKind::Lru => candidates.min_by_key(|&k| last(&self.placed, k)),
                 PolicyKind::Lfru => {
-                    let every = 8 * (LAYERS * WIDTH) as usize;
+                    let every = 16 * SLOTS;
                     let count = |key| {
                         self.uses.chunks(every).fold(0, |sum, chunk| {
                             let sum = sum + chunk.iter().filter(|&&k| k == key).count();
@@ -413,7 +413,7 @@ mod tests {
                     candidates.min_by_key(|&k| (count(k), last(&self.uses, k)))
                 }
                 PolicyKind::Decay => {
-                    let half_life = f64::from(4 * LAYERS * WIDTH);
+                    let half_life = (8 * SLOTS) as f64;
                     let worth = |key| {
                         let ago = self.uses.iter().rev().enumerate().filter(|&(_, &k)| k == key);
                         let growth: f64 = 1.0 + std::f64::consts::LN_2 / half_life;

@@ -108,24 +108,30 @@ impl Replay {
         let mut resident = vec![false; self.all()];
         let mut free = slots;
         let mut hits = 0;
+        let mut asked: Vec<u32> = Vec::new();
         for (_, call) in self.calls() {
             let (there, missing): (Vec<u32>, Vec<u32>) =
                 call.iter().partition(|&&k| resident[k as usize]);
             there.iter().for_each(|&key| policy.hit(key));
             hits += there.len();
+            // As in the store: all reads are asked for, then they arrive.
             for key in missing {
                 if free > 0 {
                     free -= 1;
                 } else {
-                    let mut keep = |key| call.binary_search(&key).is_ok();
-                    let victim = policy.evict(&mut keep).or_else(|| policy.evict(&mut |_| false));
+                    let victim = policy.evict(&mut |key| call.binary_search(&key).is_ok());
+                    let victim = victim.or_else(|| {
+                        asked.drain(..).for_each(|key| policy.insert(key, true));
+                        policy.evict(&mut |_| false)
+                    });
                     if let Some(victim) = victim {
                         resident[victim as usize] = false;
                     }
                 }
-                policy.insert(key, true);
                 resident[key as usize] = true;
+                asked.push(key);
             }
+            asked.drain(..).for_each(|key| policy.insert(key, true));
         }
         Count { hits, wanted: self.keys.len() }
     }
