@@ -127,6 +127,8 @@ impl MadeUp {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::experts::policy::PolicyKind;
+    use crate::experts::replay::{Replay, Slots};
 
     #[test]
     fn routing_is_what_was_asked_for_and_the_same_every_time() {
@@ -148,6 +150,27 @@ mod tests {
         ] {
             let error = spec.parse::<MadeUp>().unwrap_err();
             assert!(error.contains(word), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_default_policy_has_the_most_hits() {
+        for skew in ["0.6", "1.2"] {
+            let made = format!("skew={skew},tokens=400,layers=20,experts=64,top_k=4");
+            let made = made.parse::<MadeUp>().unwrap();
+            let replay = Replay::new(&made.accesses(), made.experts);
+            for percent in [10.0, 25.0] {
+                let slots = Slots::Percent(percent).of(replay.all());
+                let hits = |kind| replay.policy(kind, slots).hits;
+                let default = PolicyKind::default();
+                for kind in PolicyKind::ALL.into_iter().filter(|&kind| kind != default) {
+                    let (best, other) = (hits(default), hits(kind));
+                    assert!(
+                        best > other,
+                        "skew {skew}, {percent}%: {default} {best}, {kind} {other}"
+                    );
+                }
+            }
         }
     }
 }

@@ -1,9 +1,12 @@
 //! A policy that forecasts: how likely is it that an expert is wanted when its layer comes round again?
 //!
-//! Experts are sorted into classes by how often they were wanted, and at which of the last visits. Each class counts how often its
-//! members were wanted at the next visit of their layer, so what a model's routing is like (skewed, sticky or neither) is
-//! learned while it runs. Given up is the expert with the lowest chance per call that it would have to wait in its slot.
+//! Experts are sorted into classes by how often they were wanted, and at which of the last visits. Each class counts how
+//! often its members were wanted at the next visit of their layer, so what a model's routing is like (skewed, sticky or
+//! neither) is learned while it runs. Given up is the expert with the lowest chance per call that it would have to wait in
+//! its slot.
 #![forbid(unsafe_code)]
+
+use std::ops::Range;
 
 use super::policy::Policy;
 
@@ -32,9 +35,9 @@ struct Seen {
     rate: f32,
     /// Whether it was wanted at the last visits, the last of all in the lowest bit.
     past: u32,
-    /// Whether it is wanted at the running visit.
-    now: bool,
     class: u16,
+    /// The class before the last visit, which that visit tells something about.
+    before: u16,
 }
 
 pub(super) struct Forecast {
@@ -58,7 +61,8 @@ impl Forecast {
             let ago = if past < 1 << PATTERN { past.trailing_zeros().min(32) } else { PATTERN };
             Class { members: 1.0, wanted: 1.0 / (2.0 + ago as f32) }
         };
-        let unseen = Seen { rate: 0.0, past: 0, now: false, class: (RATES - 1) as u16 };
+        let unseen = (RATES - 1) as u16;
+        let unseen = Seen { rate: 0.0, past: 0, class: unseen, before: unseen };
         Self {
             width,
             classes: (0..PASTS * RATES).map(class).collect(),
@@ -69,42 +73,44 @@ impl Forecast {
         }
     }
 
-    /// Notes a use. One of another layer, or a second one of the same expert, begins a visit.
-    fn want(&mut self, key: u32) {
-        let layer = key as usize / self.width;
-        if self.layer != Some(layer) || self.seen[key as usize].now {
-            self.end_visit();
-            self.layer = Some(layer);
-        }
-        self.seen[key as usize].now = true;
+    fn of_layer(&self, layer: usize) -> Range<usize> {
+        layer * self.width..(layer + 1) * self.width
     }
 
-    /// Learns from what the layer wanted and sorts its experts anew.
+    /// How much one visit of a layer changes rates: they are plain means at first.
+    fn weight(&self, layer: usize) -> f32 {
+        1.0 / SPAN.min(self.visits[layer] as f32)
+    }
+
+    /// Learns from the visit that ends.
     fn end_visit(&mut self) {
         let Some(layer) = self.layer else { return };
-        let visits = &mut self.visits[layer];
-        *visits = visits.saturating_add(1);
-        // A plain mean at first.
-        let weight = 1.0 / SPAN.min(*visits as f32);
-        let of_layer = layer * self.width..(layer + 1) * self.width;
-        for seen in &mut self.seen[of_layer] {
-            let now = std::mem::take(&mut seen.now);
-            let wanted = if now { 1.0 } else { 0.0 };
-            let class = &mut self.classes[usize::from(seen.class)];
+        let of_layer = self.of_layer(layer);
+        for seen in &self.seen[of_layer] {
+            let class = &mut self.classes[usize::from(seen.before)];
             class.members += 1.0;
-            class.wanted += wanted;
+            class.wanted += if seen.past & 1 == 1 { 1.0 } else { 0.0 };
             if class.members > MEMBERS {
                 class.members *= 0.5;
                 class.wanted *= 0.5;
             }
-            seen.rate += (wanted - seen.rate) * weight;
-            seen.past = seen.past << 1 | u32::from(now);
-            seen.class = class_of(seen);
         }
-        let (seen, classes) = (&self.seen, &self.classes);
-        let resident = &mut self.resident[layer];
-        resident.iter_mut().for_each(|(chance, key)| *chance = chance_of(seen, classes, *key));
-        resident.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+    }
+
+    /// Notes a use.
+    fn want(&mut self, key: u32) {
+        let weight = self.weight(key as usize / self.width);
+        let seen = &mut self.seen[key as usize];
+        seen.past |= 1;
+        seen.rate += weight;
+        seen.class = class_of(seen);
+    }
+
+    fn place(&mut self, key: u32) {
+        let chance = chance_of(&self.seen, &self.classes, key);
+        let resident = &mut self.resident[key as usize / self.width];
+        let at = resident.partition_point(|r| r.0 < chance);
+        resident.insert(at, (chance, key));
     }
 }
 
@@ -127,18 +133,35 @@ fn chance_of(seen: &[Seen], classes: &[Class], key: u32) -> f32 {
 }
 
 impl Policy for Forecast {
+    fn begin(&mut self, layer: usize) {
+        self.end_visit();
+        self.layer = Some(layer);
+        self.visits[layer] = self.visits[layer].saturating_add(1);
+        let (of_layer, weight) = (self.of_layer(layer), self.weight(layer));
+        // Nothing is wanted until it is said to be: what stays unwanted is the first to go.
+        for seen in &mut self.seen[of_layer] {
+            seen.before = seen.class;
+            seen.past <<= 1;
+            seen.rate -= seen.rate * weight;
+            seen.class = class_of(seen);
+        }
+        let (seen, classes) = (&self.seen, &self.classes);
+        let resident = &mut self.resident[layer];
+        resident.iter_mut().for_each(|(chance, key)| *chance = chance_of(seen, classes, *key));
+        resident.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+    }
+
     fn hit(&mut self, key: u32) {
         self.want(key);
+        self.remove(key);
+        self.place(key);
     }
 
     fn insert(&mut self, key: u32, wanted: bool) {
         if wanted {
             self.want(key);
         }
-        let chance = chance_of(&self.seen, &self.classes, key);
-        let resident = &mut self.resident[key as usize / self.width];
-        let at = resident.partition_point(|r| r.0 < chance);
-        resident.insert(at, (chance, key));
+        self.place(key);
     }
 
     fn evict(&mut self, keep: &mut dyn FnMut(u32) -> bool) -> Option<u32> {

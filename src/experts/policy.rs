@@ -12,6 +12,8 @@ use super::forecast::Forecast;
 
 /// Which resident expert to give up. Keys are dense: `layer * width + id`.
 pub trait Policy: Send {
+    /// A layer is visited: what is wanted from here on is wanted by it.
+    fn begin(&mut self, _layer: usize) {}
     /// A wanted expert was resident.
     fn hit(&mut self, key: u32);
     /// An expert that was not resident now takes a slot. It is wanted, unless it was read ahead.
@@ -438,6 +440,9 @@ mod tests {
             let id = rng.below(WIDTH as usize).min(rng.below(WIDTH as usize)) as u32;
             let key = layer * WIDTH + id;
             let wanted = rng.below(10) > 0;
+            if step % 2 == 0 {
+                policy.begin(layer as usize);
+            }
             if model.resident.contains(&key) {
                 if wanted {
                     policy.hit(key);

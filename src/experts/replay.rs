@@ -112,6 +112,7 @@ impl Replay {
         for (_, call) in self.calls() {
             let (there, missing): (Vec<u32>, Vec<u32>) =
                 call.iter().partition(|&&k| resident[k as usize]);
+            policy.begin(call[0] as usize / self.experts);
             there.iter().for_each(|&key| policy.hit(key));
             hits += there.len();
             // As in the store: all reads are asked for, then they arrive.

@@ -90,6 +90,11 @@ impl State {
         }
     }
 
+    /// Notes that a batch of a layer begins.
+    pub(super) fn begin(&mut self, layer: usize) {
+        self.classes[self.class[layer]].policy.begin(layer);
+    }
+
     /// Notes that the running batch wants an expert.
     pub(super) fn want(&mut self, key: u32) {
         let class = self.class_of(key);

@@ -196,6 +196,7 @@ impl Stream {
         state.collect_finished();
         // A read-ahead that no thread has begun is either wanted now or was wrong.
         state.cancel_ahead();
+        state.begin(layer);
         keys.iter().for_each(|&key| state.want(key));
         state.ask(&keys);
         let leases = keys.iter().map(|_| None).collect();
