@@ -315,17 +315,19 @@ pub struct PlanArgs {
 /// `glm replay`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-A trace comes from --record-routing of `glm run`, `glm score` and `glm bench model`. Every policy sees what it would see in the
-program; `best` gives up what is not wanted for longest, which takes knowing the future. `of best` is the share of its hits.
+A trace comes from --record-routing of `glm run`, `glm score` and `glm bench model`. Every policy sees what it would see
+in the program. `best` knows the future: it gives up what is not wanted for longest; `of best` is the share of its hits.
 
 Examples:
   glm run \"Tell me a story.\" -n 500 --ignore-eos --record-routing story.txt && glm replay story.txt
   glm score book.txt --record-routing book.trace && glm replay book.trace --rows --slots 10%,25%
   glm replay --synth skew=1.2,sticky=0.3 --policy lru,forecast --json
 
-Made-up routing (--synth), with defaults: skew=0.8 (Zipf exponent of popularity), tokens=1000, layers=75, experts=256, top_k=8,
-sticky=0.3 (probability that an expert of the last token stays), drift=0.05 (probability per token and layer that two experts
-trade popularity), seed=1.")]
+Made-up routing (--synth), with its defaults:
+  skew=0.8      Zipf exponent of popularity, another order in every layer
+  sticky=0.3    probability that an expert of the last token stays
+  drift=0.05    probability, per token and layer, that two experts trade popularity
+  tokens=1000, layers=75, experts=256, top_k=8, seed=1")]
 pub struct ReplayArgs {
     /// Routing traces; `-` is stdin
     #[arg(value_name = "FILE")]
