@@ -7,6 +7,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::engine::Ram;
 use crate::experts::Lookahead;
+use crate::experts::policy::{Policies, PolicyKind};
+use crate::experts::replay::Slots;
 use crate::kernels::{Format, Isa};
 
 /// Runs GLM-5.x models on one computer, exactly.
@@ -38,6 +40,8 @@ pub enum Command {
     Inspect(InspectArgs),
     /// Shows where memory would go and what speed to expect, before anything is loaded
     Plan(PlanArgs),
+    /// Replays recorded routing: how many experts would have been in memory, by policy and slots
+    Replay(ReplayArgs),
     /// Writes a quantized container from a checkpoint
     Convert(ConvertArgs),
     /// Measures a model, kernels, a drive or the thread pool
@@ -115,6 +119,12 @@ pub struct EngineArgs {
     /// Ways to trade the answer for speed.
     #[command(flatten)]
     pub lossy: LossyArgs,
+    /// Which expert to give up when another needs its slot: see `glm replay`
+    #[arg(long, value_name = "NAME", default_value_t = PolicyKind::default(), help_heading = "Memory")]
+    pub policy: PolicyKind,
+    /// Write which experts every token is sent to, for `glm replay`
+    #[arg(long, value_name = "FILE", help_heading = "Memory")]
+    pub record_routing: Option<PathBuf>,
     /// Print no notes, progress or statistics
     #[arg(short, long)]
     pub quiet: bool,
@@ -359,6 +369,46 @@ pub struct PlanArgs {
     #[arg(long)]
     pub no_measure: bool,
     /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `glm replay`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+A trace comes from --record-routing of `glm run`, `glm score` and `glm bench model`. Every policy sees what it would see
+in the program. `best` knows the future: it gives up what is not wanted for longest; `of best` is the share of its hits.
+
+Examples:
+  glm run \"Tell me a story.\" -n 500 --ignore-eos --record-routing story.txt && glm replay story.txt
+  glm score book.txt --record-routing book.trace && glm replay book.trace --rows --slots 10%,25%
+  glm replay --synth skew=1.2,sticky=0.3 --policy lru,forecast --json
+
+Made-up routing (--synth), with its defaults:
+  skew=0.8      Zipf exponent of popularity, another order in every layer
+  sticky=0.3    probability that an expert of the last token stays
+  drift=0.05    probability, per token and layer, that two experts trade popularity
+  tokens=1000, layers=75, experts=256, top_k=8, seed=1")]
+pub struct ReplayArgs {
+    /// Routing traces; `-` is stdin
+    #[arg(value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// Policies: all, or names
+    #[arg(long, value_name = "all|NAME,…", default_value = "all")]
+    pub policy: Policies,
+    /// Slots: numbers, or shares of all experts
+    #[arg(long, value_name = "N|N%,…", value_delimiter = ',', default_value = "10%,25%,50%")]
+    pub slots: Vec<Slots>,
+    /// Experts per layer; default is one more than the highest id of the trace
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub experts: Option<u32>,
+    /// Take each row of a pass for a pass of its own: what decoding the same tokens would want
+    #[arg(long)]
+    pub rows: bool,
+    /// Make routing up instead of reading it; may be given several times
+    #[arg(long, value_name = "NAME=VALUE,…")]
+    pub synth: Vec<String>,
+    /// Print one JSON object a trace, in a list
     #[arg(long)]
     pub json: bool,
 }

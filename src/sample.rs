@@ -284,10 +284,10 @@ fn draw(weights: &[f32], u: f64) -> usize {
 ///
 /// Part of the contract: a seed gives the same stream in every version.
 #[derive(Clone, Debug)]
-struct Rng([u64; 4]);
+pub(crate) struct Rng([u64; 4]);
 
 impl Rng {
-    fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         let mut x = seed;
         // Four outputs of a bijection at four different points: never all zero.
         Self([(); 4].map(|()| split_mix(&mut x)))
@@ -307,7 +307,7 @@ impl Rng {
     }
 
     /// A multiple of 2^-53 in [0, 1).
-    fn unit(&mut self) -> f64 {
+    pub(crate) fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
     }
 }

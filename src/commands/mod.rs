@@ -9,6 +9,8 @@ mod convert;
 mod inspect;
 mod measure;
 mod plan;
+mod replay;
+mod routing;
 mod run;
 mod score;
 mod synth;
@@ -65,6 +67,7 @@ pub fn dispatch(command: Command) -> Result<Outcome> {
         Command::Score(args) => score::score(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Plan(args) => plan::plan(&args),
+        Command::Replay(args) => replay::replay(&args),
         Command::Convert(args) => convert::convert(&args),
         Command::Bench(what) => bench::bench(&what),
         Command::Synth(args) => synth::synth(&args),
@@ -161,6 +164,7 @@ fn open_engine(args: &EngineArgs) -> Result<Engine> {
             .then(|| UsageOptions { file: args.usage.clone(), decay: f64::from(args.usage_decay) }),
         rows: args.pass_rows.map(|n| n as usize),
         lossy: lossy(&args.lossy),
+        record: args.record_routing.clone(),
     };
     if args.slots.is_some() && options.mapped {
         return Err(Usage("--slots and --io mmap exclude each other".to_owned()).into());
@@ -242,6 +246,7 @@ fn stream_options(args: &EngineArgs) -> StreamOptions {
         mirrors: args.mirror.clone(),
         warn: |text| stderr_line(&format!("warning: {text}")),
         slots: args.slots.map(|n| n as usize),
+        policy: args.policy,
         ..StreamOptions::default()
     }
 }

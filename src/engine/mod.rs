@@ -10,6 +10,7 @@ mod plan;
 mod session;
 
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
@@ -22,6 +23,7 @@ pub use plan::{Expert, Plan, Ram, Residency, Touched, Wishes};
 pub use session::{Progress, Session};
 
 use crate::experts::StreamOptions;
+use crate::experts::trace::Recorder;
 use crate::experts::usage::Shape;
 use crate::kernels::{Activations, Format, Isa, Kernels};
 use crate::model::census::Census;
@@ -68,6 +70,8 @@ pub struct Options {
     pub rows: Option<usize>,
     /// Routes tokens to fewer or other experts than the model does: the answer is another one.
     pub lossy: Option<Lossy>,
+    /// Where to write the routing trace.
+    pub record: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -86,6 +90,7 @@ impl Default for Options {
             usage: None,
             rows: None,
             lossy: None,
+            record: None,
         }
     }
 }
@@ -130,6 +135,7 @@ pub struct Engine {
     ctx: usize,
     history: Option<History>,
     warnings: Vec<String>,
+    recorder: Option<Mutex<Recorder>>,
 }
 
 /// The small files of a model, as bytes.
@@ -281,6 +287,7 @@ impl Engine {
         let model = Model::load(config, shards, &census, &bind, compute)?;
         warnings.extend_from_slice(model.warnings());
         let ctx = plan.ctx;
+        let recorder = options.record.as_deref().map(Recorder::create).transpose()?;
         Ok(Self {
             model,
             tokenizer,
@@ -293,6 +300,7 @@ impl Engine {
             ctx,
             history,
             warnings,
+            recorder: recorder.map(Mutex::new),
         })
     }
 
@@ -320,6 +328,11 @@ impl Engine {
     /// A new, empty timeline.
     pub fn session(&self) -> Session {
         Session::new(&self.model.config, self.kv)
+    }
+
+    /// The routing trace, if one is written; held for the time of a pass.
+    fn recorder(&self) -> Option<MutexGuard<'_, Recorder>> {
+        self.recorder.as_ref().map(|r| r.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Most tokens of one timeline.

@@ -6,9 +6,10 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Result, ensure};
 
 use super::Engine;
+use crate::experts::trace::Recorder;
 use crate::model::config::Config;
 use crate::model::kv::{KvCache, KvType};
-use crate::model::{Control, Observer, Output, Profile, Row, Workspace};
+use crate::model::{Control, Observer, Output, Profile, Route, Row, Workspace};
 
 /// Most rows of one forward pass in prefill: an expert is read once per this many tokens. A pass of GLM-5.2 holds
 /// about 280 KB per row; the plan takes fewer rows where memory is short.
@@ -144,21 +145,23 @@ impl Session {
                 let logits = last_logits && i + 1 == tokens.len();
                 Row { seq: 0, pos: start + i, token, logits }
             }));
+            let mut recorder = engine.recorder();
             let mut watch = Watch {
                 progress: progress.as_deref_mut(),
+                recorder: recorder.as_deref_mut(),
                 done,
                 rows: chunk.len(),
                 total: tokens.len(),
             };
             let mut control = Control { cancel, observer: Some(&mut watch) };
             let caches = &mut [&mut self.kv];
-            let result = engine
-                .model
-                .forward(&self.rows, caches, &mut self.ws, &mut control, &mut self.out)
-                .and_then(|()| {
-                    let Output { logits, hidden } = &mut self.out;
-                    after(done, hidden, &mut self.ws, logits)
-                });
+            let forward =
+                engine.model.forward(&self.rows, caches, &mut self.ws, &mut control, &mut self.out);
+            let recorded = recorder.map_or(Ok(()), |mut r| r.end_pass());
+            let result = forward.and(recorded).and_then(|()| {
+                let Output { logits, hidden } = &mut self.out;
+                after(done, hidden, &mut self.ws, logits)
+            });
             if let Err(e) = result {
                 self.rewind(start);
                 return Err(e);
@@ -169,15 +172,22 @@ impl Session {
     }
 }
 
-/// Turns layers done into tokens done.
+/// Turns layers done into tokens done, and records routes.
 struct Watch<'a, 'b> {
     progress: Option<&'a mut Progress<'b>>,
+    recorder: Option<&'a mut Recorder>,
     done: usize,
     rows: usize,
     total: usize,
 }
 
 impl Observer for Watch<'_, '_> {
+    fn routed(&mut self, layer: usize, _row: Row, route: &Route) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.routed(layer, route);
+        }
+    }
+
     fn progress(&mut self, layers_done: usize, layers: usize) {
         if let Some(progress) = &mut self.progress {
             progress(

@@ -7,11 +7,14 @@
 
 mod ahead;
 mod drives;
+mod forecast;
 mod loader;
 pub mod policy;
 mod record;
+pub mod replay;
 mod slots;
 mod stream;
+pub mod trace;
 pub mod usage;
 
 use std::ops::Range;

@@ -124,6 +124,7 @@ impl State {
             self.stats.foreseen +=
                 keys.iter().filter(|key| self.guess.contains(key)).count() as u64;
         }
+        self.classes[self.class[layer]].policy.begin(layer);
         keys.iter().for_each(|&key| self.want(key));
     }
 
@@ -141,7 +142,7 @@ impl State {
                 } else if std::mem::take(ahead) {
                     self.stats.ahead_hits += 1;
                     class.unclaimed.retain(|&k| k != key);
-                    class.policy.insert(key);
+                    class.policy.insert(key, true);
                 } else {
                     class.policy.hit(key);
                 }
@@ -290,7 +291,7 @@ impl State {
                 match (pinned, ahead) {
                     (true, _) => {}
                     (false, true) => class.unclaimed.push(key),
-                    (false, false) => class.policy.insert(key),
+                    (false, false) => class.policy.insert(key, true),
                 }
                 let ahead = ahead && !pinned;
                 self.entries[key as usize] = Entry::Ready { expert: Arc::new(loaded), ahead };
@@ -364,7 +365,7 @@ impl State {
             if self.pinned[key] && there && f64::from(hits) < mean {
                 self.pinned[key] = false;
                 let class = self.class_of(key as u32);
-                self.classes[class].policy.insert(key as u32);
+                self.classes[class].policy.insert(key as u32, false);
             }
         }
     }

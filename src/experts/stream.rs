@@ -181,7 +181,6 @@ impl Stream {
         let sizes = largest(&records);
         let counts: Vec<usize> = layers.iter().map(Vec::len).collect();
         let width = counts.iter().copied().max().unwrap_or(0).max(1);
-        let keys = layers.len() * width;
         let mut distinct: Vec<usize> = sizes.iter().copied().filter(|&b| b > 0).collect();
         distinct.sort_unstable();
         distinct.dedup();
@@ -197,7 +196,7 @@ impl Stream {
         let mut classes = Vec::new();
         for (&slot_bytes, &slots) in distinct.iter().zip(&share) {
             let free = (0..slots).map(|_| huge_pages(slot_bytes)).collect::<Result<Vec<_>>>()?;
-            let policy = options.policy.build(keys, slots);
+            let policy = options.policy.build(layers.len(), width, slots);
             classes.push(Class { slot_bytes, free, slots, policy, unclaimed: Vec::new() });
         }
         let class = sizes.iter().map(|b| distinct.binary_search(b).unwrap_or(0)).collect();

@@ -15,6 +15,7 @@ mod lossy;
 mod mutate;
 mod oracle;
 mod quality;
+mod routing;
 mod sessions;
 mod streaming;
 mod synth;
